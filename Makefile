@@ -1,0 +1,72 @@
+# Every target sets itself up in .venv, from nothing; what is already there is kept.
+#
+#   make demo     run the demonstration            make lint    check style and types
+#   make test     run the tests (PYTEST_ARGS=...)  make format  rewrite to the style
+#   make build    compile and install for editing  make wheel   build dist/*.whl
+#   make model    check the protocol with spin     make clean   remove what was built (distclean: .venv too)
+
+# The torch that development and CI use, here and nowhere else; users may have any that pyproject.toml allows.
+TORCH_VERSION := 2.13.0
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+
+.PHONY: demo test build lint format model wheel clean distclean
+
+demo: build
+	$(BIN)/python -m ulysses_op demo
+
+test: build
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests
+
+build: $(VENV)/.stamp-build
+
+lint: $(VENV)/.stamp-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/mypy
+
+format: $(VENV)/.stamp-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+model:
+	bash tests/model/run.sh
+
+# In build isolation, as a user's pip does it. A left-over build/ would put removed files into the wheel.
+wheel: | $(BIN)/python
+	rm -rf build/lib* build/bdist*
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/.stamp-build $(VENV)/.stamp-lint
+	rm -f ulysses_op/_C.*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first, so that the extension's build finds ninja through it and pip has no version left to choose.
+$(VENV)/.stamp-torch: Makefile | $(BIN)/python
+	$(PIP) install -q --upgrade torch==$(TORCH_VERSION) setuptools pybind11 ninja
+	touch $@
+
+# Of the log, the line that says whether the CUDA half is compiled is shown, and warnings; all of it if the build fails.
+$(VENV)/.stamp-build: $(VENV)/.stamp-torch pyproject.toml setup.py $(CXX_SOURCES)
+	$(PIP) install -v --no-build-isolation -e '.[test]' >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+	grep -E '^ *ulysses_op\._C: |: warning:' $(VENV)/build.log
+	touch $@
+
+$(VENV)/.stamp-lint: $(VENV)/.stamp-build
+	$(PIP) install -q --no-build-isolation -e '.[test,dev]'
+	touch $@

@@ -1,0 +1,162 @@
+// Python's view of the C++ core. No logic here.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "board.h"
+#include "copy_plan.h"
+#include "shared_segment.h"
+#include "shm_transport.h"
+#ifdef ULYSSES_OP_WITH_CUDA
+#include "cuda_driver.h"
+#include "cuda_transport.h"
+#endif
+
+namespace py = pybind11;
+
+namespace ulysses {
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+
+Direction direction_of(const std::string& name) {
+  if (name == "scatter_heads") return Direction::kScatterHeads;
+  if (name == "gather_heads") return Direction::kGatherHeads;
+  throw std::invalid_argument("direction is '" + name + "', expected 'scatter_heads' or 'gather_heads'");
+}
+
+std::shared_ptr<CopyPlan> plan_copies(const std::string& direction, const Dims& shape, const Dims& strides,
+                                      int64_t itemsize, const std::vector<std::pair<int64_t, int64_t>>& heads,
+                                      const std::vector<int64_t>& seq_lens, int rank) {
+  std::vector<HeadRange> ranges;
+  for (const auto& [start, stop] : heads) ranges.push_back({start, stop});
+  return std::make_shared<CopyPlan>(
+      make_copy_plan(direction_of(direction), shape, strides, itemsize, ranges, seq_lens, rank));
+}
+
+py::object signal_name(const Failure& failure) {
+  if (!failure.signal) return py::none();
+  return py::str(*failure.signal == Signal::kReady ? "READY" : "DONE");
+}
+
+void bind_copy_plan(py::module_& m) {
+  py::class_<PitchedCopy>(m, "PitchedCopy")
+      .def_readonly("peer", &PitchedCopy::peer)
+      .def_readonly("src_offset_bytes", &PitchedCopy::src_offset_bytes)
+      .def_readonly("src_pitch_bytes", &PitchedCopy::src_pitch_bytes)
+      .def_readonly("dst_offset_bytes", &PitchedCopy::dst_offset_bytes)
+      .def_readonly("dst_pitch_bytes", &PitchedCopy::dst_pitch_bytes)
+      .def_readonly("width_bytes", &PitchedCopy::width_bytes)
+      .def_readonly("height", &PitchedCopy::height);
+  py::class_<CopyPlan, std::shared_ptr<CopyPlan>>(m, "CopyPlan")
+      .def_readonly("copies", &CopyPlan::copies)
+      .def_readonly("own", &CopyPlan::own);
+  m.def("make_copy_plan", &plan_copies, py::arg("direction"), py::arg("shape"), py::arg("strides"), py::arg("itemsize"),
+        py::arg("heads"), py::arg("seq_lens"), py::arg("rank"));
+  m.def("rows_dense", &rows_dense, py::arg("shape"), py::arg("strides"));
+}
+
+void bind_shared_memory(py::module_& m) {
+  py::class_<SharedSegment, std::shared_ptr<SharedSegment>>(m, "SharedSegment", py::buffer_protocol())
+      .def_static(
+          "create",
+          [](const std::string& name, size_t size) {
+            return std::make_shared<SharedSegment>(SharedSegment::create(name, size));
+          },
+          py::arg("name"), py::arg("size_bytes"), Release())
+      .def_static(
+          "open",
+          [](const std::string& name, size_t size) {
+            return std::make_shared<SharedSegment>(SharedSegment::open(name, size));
+          },
+          py::arg("name"), py::arg("size_bytes"), Release())
+      .def_static("unlink", &SharedSegment::unlink, py::arg("name"))
+      .def_property_readonly("address",
+                             [](const SharedSegment& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+      .def_property_readonly("size_bytes", &SharedSegment::size_bytes)
+      .def_buffer([](SharedSegment& self) {
+        return py::buffer_info(static_cast<uint8_t*>(self.data()), static_cast<py::ssize_t>(self.size_bytes()));
+      });
+  py::class_<Failure>(m, "Failure")
+      .def_property_readonly("kind", [](const Failure& self) { return kind_name(self.kind); })
+      .def_property_readonly("signal", &signal_name)
+      .def_readonly("peers", &Failure::peers)
+      .def_readonly("seconds", &Failure::seconds)
+      .def_readonly("message", &Failure::message);
+  py::class_<Board, std::shared_ptr<Board>>(m, "Board")
+      .def_static("size_bytes", &Board::size_bytes, py::arg("world_size"))
+      .def(py::init<std::shared_ptr<SharedSegment>, int, int>(), py::arg("segment"), py::arg("rank"),
+           py::arg("world_size"))
+      .def("register_self", &Board::register_self)
+      .def("watch_peers", &Board::watch_peers);
+  py::class_<ShmTransport>(m, "ShmTransport")
+      .def(py::init<std::shared_ptr<Board>, double, bool, bool>(), py::arg("board"), py::arg("timeout_s"),
+           py::arg("skip_ready"), py::arg("skip_done"))
+      .def("begin", &ShmTransport::begin, py::arg("ready"))
+      .def(
+          "put",
+          [](ShmTransport& self, std::shared_ptr<CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets) {
+            self.put(std::move(plan), source, std::move(targets));
+          },
+          py::arg("plan"), py::arg("source"), py::arg("targets"))
+      .def("end", &ShmTransport::end, py::arg("done"))
+      .def("wait", &ShmTransport::wait, Release())
+      .def("failure", &ShmTransport::failure)
+      .def("abort", &ShmTransport::abort, py::arg("message"), Release())
+      .def("shutdown", &ShmTransport::shutdown, py::arg("grace_s"), Release());
+}
+
+#ifdef ULYSSES_OP_WITH_CUDA
+void bind_cuda(py::module_& m) {
+  py::class_<CudaDeviceFacts>(m, "CudaDeviceFacts")
+      .def_readonly("driver_version", &CudaDeviceFacts::driver_version)
+      .def_readonly("stream_memory_operations", &CudaDeviceFacts::stream_memory_operations)
+      .def_readonly("copy_engines", &CudaDeviceFacts::copy_engines);
+  m.def("cuda_device_facts", &cuda_device_facts, py::arg("bus_id"));
+  m.def("cuda_can_access_peer", &cuda_can_access_peer, py::arg("bus_id"), py::arg("peer_bus_id"));
+  py::class_<CudaIpcBuffer, std::shared_ptr<CudaIpcBuffer>>(m, "CudaIpcBuffer")
+      .def(py::init<size_t>(), py::arg("size_bytes"), Release())
+      .def_property_readonly("address", &CudaIpcBuffer::address)
+      .def("handle", [](const CudaIpcBuffer& self) { return py::bytes(self.handle()); });
+  py::class_<CudaIpcMapping, std::shared_ptr<CudaIpcMapping>>(m, "CudaIpcMapping")
+      .def(py::init([](const py::bytes& handle, size_t size) {
+             return std::make_shared<CudaIpcMapping>(static_cast<std::string>(handle), size);
+           }),
+           py::arg("handle"), py::arg("size_bytes"))
+      .def_property_readonly("address", &CudaIpcMapping::address);
+  py::class_<CudaTransport>(m, "CudaTransport")
+      .def_static("pad_bytes", &CudaTransport::pad_bytes, py::arg("world_size"))
+      .def(py::init<std::shared_ptr<Board>, std::vector<uintptr_t>, double, bool, bool>(), py::arg("board"),
+           py::arg("pads"), py::arg("timeout_s"), py::arg("skip_ready"), py::arg("skip_done"))
+      .def_property_readonly("copy_stream", &CudaTransport::copy_stream)
+      .def_property_readonly("own_stream", &CudaTransport::own_stream)
+      .def("capture_id", &CudaTransport::capture_id, py::arg("stream"))
+      .def("begin", &CudaTransport::begin, py::arg("ready"), py::arg("stream"), py::arg("readers"),
+           py::arg("capturing"), Release())
+      .def("put", &CudaTransport::put, py::arg("plan"), py::arg("source"), py::arg("targets"), py::arg("stream"),
+           py::arg("capturing"))
+      .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"))
+      .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("capturing"))
+      .def("failure", &CudaTransport::failure)
+      .def("abort", &CudaTransport::abort, py::arg("message"), Release())
+      .def("shutdown", &CudaTransport::shutdown, py::arg("grace_s"), Release());
+}
+#endif
+
+}  // namespace
+}  // namespace ulysses
+
+PYBIND11_MODULE(_C, m) {
+  ulysses::bind_copy_plan(m);
+  ulysses::bind_shared_memory(m);
+#ifdef ULYSSES_OP_WITH_CUDA
+  ulysses::bind_cuda(m);
+  m.attr("built_with_cuda") = true;
+#else
+  m.attr("built_with_cuda") = false;
+#endif
+}

@@ -1,0 +1,436 @@
+#include "cuda_transport.h"
+
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+#include "cuda_driver.h"
+
+namespace ulysses {
+namespace {
+
+// What the queue stands in, written to the own pad by the handshakes themselves.
+enum Phase : uint64_t { kIdle = 0, kAwaitReady = 1, kCopying = 2, kAwaitDone = 3 };
+
+constexpr size_t kMaxInFlight = 512;
+constexpr auto kTick = std::chrono::milliseconds(20);
+constexpr auto kReleaseTick = std::chrono::milliseconds(1);
+constexpr double kSlowGroupSeconds = 0.05;  // a group in flight for less is not looked at
+constexpr double kDrainSeconds = 10;
+
+double now_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+CUstream stream_of(uintptr_t stream) { return reinterpret_cast<CUstream>(stream); }
+
+CUevent create_event() {
+  CUevent event = nullptr;
+  ULYSSES_CUDA(cuEventCreate, &event, CU_EVENT_DISABLE_TIMING);
+  return event;
+}
+
+CUstream create_stream(int priority) {
+  CUstream stream = nullptr;
+  ULYSSES_CUDA(cuStreamCreateWithPriority, &stream, CU_STREAM_NON_BLOCKING, priority);
+  return stream;
+}
+
+void copy_slice(const PitchedCopy& copy, uintptr_t source, uintptr_t target, CUstream stream) {
+  const uintptr_t from = source + static_cast<uintptr_t>(copy.src_offset_bytes);
+  const uintptr_t to = target + static_cast<uintptr_t>(copy.dst_offset_bytes);
+  if (copy.height == 1) {
+    ULYSSES_CUDA(cuMemcpyAsync, to, from, static_cast<size_t>(copy.width_bytes), stream);
+    return;
+  }
+  CUDA_MEMCPY2D description{};
+  description.srcMemoryType = CU_MEMORYTYPE_UNIFIED;
+  description.srcDevice = from;
+  description.srcPitch = static_cast<size_t>(copy.src_pitch_bytes);
+  description.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
+  description.dstDevice = to;
+  description.dstPitch = static_cast<size_t>(copy.dst_pitch_bytes);
+  description.WidthInBytes = static_cast<size_t>(copy.width_bytes);
+  description.Height = static_cast<size_t>(copy.height);
+  ULYSSES_CUDA(cuMemcpy2DAsync, &description, stream);
+}
+
+CUstreamBatchMemOpParams write_operation(CUdeviceptr address, uint64_t value) {
+  CUstreamBatchMemOpParams operation{};
+  operation.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  operation.writeValue.address = address;
+  operation.writeValue.value64 = value;
+  operation.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  return operation;
+}
+
+CUstreamBatchMemOpParams wait_operation(CUdeviceptr address, uint64_t value) {
+  CUstreamBatchMemOpParams operation{};
+  operation.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+  operation.waitValue.address = address;
+  operation.waitValue.value64 = value;
+  operation.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
+  return operation;
+}
+
+// Lets this thread query events and streams while another thread, or this one on another stream, captures.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { CudaDriver::get().p_cuThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { CudaDriver::get().p_cuThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+// The entry point has one parameter more from CUDA 13 on; all after the id are optional.
+template <typename... Optional>
+CUresult capture_info(CUresult (*entry)(CUstream, CUstreamCaptureStatus*, cuuint64_t*, Optional...), CUstream stream,
+                      CUstreamCaptureStatus* status, cuuint64_t* id) {
+  return entry(stream, status, id, Optional{}...);
+}
+
+CUdeviceptr word(CUdeviceptr pad, size_t index) { return pad + index * sizeof(uint64_t); }
+
+}  // namespace
+
+// A pad read back: slots[signal * world_size + writer], then phase and current value.
+struct CudaTransport::PadImage {
+  std::vector<uint64_t> words;
+  size_t world_size;
+  uint64_t phase() const { return words[2 * world_size]; }
+  uint64_t current() const { return words[2 * world_size + 1]; }
+  bool waiting() const { return phase() == kAwaitReady || phase() == kAwaitDone; }
+  Signal signal() const { return phase() == kAwaitReady ? Signal::kReady : Signal::kDone; }
+  size_t slot_index(size_t writer) const { return static_cast<size_t>(signal()) * world_size + writer; }
+  uint64_t slot(size_t writer) const { return words[slot_index(writer)]; }
+};
+
+size_t CudaTransport::pad_bytes(int world_size) { return (2 * static_cast<size_t>(world_size) + 2) * sizeof(uint64_t); }
+
+CudaTransport::CudaTransport(std::shared_ptr<Board> board, std::vector<uintptr_t> pads, double timeout_s,
+                             bool skip_ready, bool skip_done)
+    : board_(std::move(board)),
+      pads_(pads.begin(), pads.end()),
+      timeout_s_(timeout_s),
+      skip_ready_(skip_ready),
+      skip_done_(skip_done) {
+  if (pads_.size() != static_cast<size_t>(board_->world_size()))
+    throw std::invalid_argument("one pad a rank is needed");
+  ULYSSES_CUDA(cuCtxGetCurrent, &context_);
+  if (context_ == nullptr) throw std::runtime_error("no CUDA context is current");
+  int least = 0;
+  int greatest = 0;
+  ULYSSES_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);
+  copy_stream_ = create_stream(greatest);
+  own_stream_ = create_stream(greatest);
+  watch_stream_ = create_stream(greatest);
+  for (CUevent* event : {&input_ready_, &own_done_, &captured_input_ready_, &captured_own_done_, &captured_done_}) {
+    *event = create_event();
+  }
+  last_done_ = take_event();
+  ULYSSES_CUDA(cuMemAllocHost, reinterpret_cast<void**>(&host_pad_), pad_bytes(board_->world_size()));
+  watcher_ = std::thread([this] { watch(); });
+}
+
+CudaTransport::~CudaTransport() { shutdown(0); }
+
+void CudaTransport::join(CUstream waiter, CUstream stream, CUevent event) {
+  ULYSSES_CUDA(cuEventRecord, event, stream);
+  ULYSSES_CUDA(cuStreamWaitEvent, waiter, event, 0);
+}
+
+uint64_t CudaTransport::capture_id(uintptr_t stream) const {
+  CudaContextGuard guard(context_);
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  cuuint64_t id = 0;
+  check_cuda(capture_info(CudaDriver::get().p_cuStreamGetCaptureInfo, stream_of(stream), &status, &id),
+             "cuStreamGetCaptureInfo");
+  return status == CU_STREAM_CAPTURE_STATUS_NONE ? 0 : id;
+}
+
+void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing) {
+  CudaContextGuard guard(context_);
+  if (capturing) captured_.store(true);
+  // The host may run ahead, but not without limit: every group in flight holds an event.
+  while (!capturing && !failed_.load()) {
+    retire_completed();
+    {
+      std::lock_guard lock(mutex_);
+      if (in_flight_.size() < kMaxInFlight) break;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  CUevent event = capturing ? captured_input_ready_ : input_ready_;
+  join(copy_stream_, stream_of(stream), event);
+  for (uintptr_t reader : readers) join(copy_stream_, stream_of(reader), event);
+  if (!readers.empty()) {
+    // Own slices overwrite the targets too.
+    for (uintptr_t reader : readers) join(own_stream_, stream_of(reader), event);
+  }
+  if (!skip_ready_) handshake(Signal::kReady, ready);
+}
+
+void CudaTransport::put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets, uintptr_t stream,
+                        bool capturing) {
+  CudaContextGuard guard(context_);
+  CUevent event = capturing ? captured_input_ready_ : input_ready_;
+  ULYSSES_CUDA(cuEventRecord, event, stream_of(stream));
+  ULYSSES_CUDA(cuStreamWaitEvent, copy_stream_, event, 0);
+  ULYSSES_CUDA(cuStreamWaitEvent, own_stream_, event, 0);
+  for (const PitchedCopy& copy : plan.copies)
+    copy_slice(copy, source, targets[static_cast<size_t>(copy.peer)], copy_stream_);
+}
+
+void CudaTransport::end(uint64_t done, bool capturing) {
+  CudaContextGuard guard(context_);
+  if (!skip_done_) handshake(Signal::kDone, done);
+  if (capturing) {
+    ULYSSES_CUDA(cuEventRecord, captured_done_, copy_stream_);
+    return;
+  }
+  CUevent event = take_event();
+  ULYSSES_CUDA(cuEventRecord, event, copy_stream_);
+  std::lock_guard lock(mutex_);
+  if (last_done_retired_) spare_events_.push_back(last_done_);
+  last_done_ = event;
+  last_done_retired_ = false;
+  in_flight_.push_back({++groups_, event});
+}
+
+void CudaTransport::wait(uintptr_t stream, bool capturing) {
+  CudaContextGuard guard(context_);
+  ULYSSES_CUDA(cuStreamWaitEvent, stream_of(stream), capturing ? captured_done_ : last_done_, 0);
+  join(stream_of(stream), own_stream_, capturing ? captured_own_done_ : own_done_);
+}
+
+void CudaTransport::handshake(Signal signal, uint64_t value) {
+  const auto rank = static_cast<size_t>(board_->rank());
+  const auto world_size = static_cast<size_t>(board_->world_size());
+  const size_t row = static_cast<size_t>(signal) * world_size;
+  const CUdeviceptr own = pads_[rank];
+  const bool ready = signal == Signal::kReady;
+  operations_.clear();
+  operations_.push_back(write_operation(word(own, 2 * world_size + 1), value));
+  operations_.push_back(write_operation(word(own, 2 * world_size), ready ? kAwaitReady : kAwaitDone));
+  for (size_t step = 1; step < world_size; ++step) {
+    operations_.push_back(write_operation(word(pads_[(rank + step) % world_size], row + rank), value));
+  }
+  for (size_t step = 1; step < world_size; ++step) {
+    operations_.push_back(wait_operation(word(own, row + (rank + step) % world_size), value));
+  }
+  for (size_t step = 1; step < world_size; ++step) {
+    operations_.push_back(write_operation(word(own, row + (rank + step) % world_size), 0));
+  }
+  operations_.push_back(write_operation(word(own, 2 * world_size), ready ? kCopying : kIdle));
+  ULYSSES_CUDA(cuStreamBatchMemOp, copy_stream_, static_cast<unsigned>(operations_.size()), operations_.data(), 0);
+}
+
+CUevent CudaTransport::take_event() {
+  {
+    std::lock_guard lock(mutex_);
+    if (!spare_events_.empty()) {
+      CUevent event = spare_events_.back();
+      spare_events_.pop_back();
+      return event;
+    }
+  }
+  return create_event();
+}
+
+void CudaTransport::retire_completed() {
+  RelaxedCapture relaxed;
+  std::lock_guard lock(mutex_);
+  while (!in_flight_.empty()) {
+    CUevent done = in_flight_.front().done;
+    const CUresult result = CudaDriver::get().p_cuEventQuery(done);
+    if (result == CUDA_ERROR_NOT_READY) return;
+    check_cuda(result, "cuEventQuery");
+    in_flight_.pop_front();
+    // wait() may still hand the newest event to a stream.
+    if (done == last_done_) {
+      last_done_retired_ = true;
+    } else {
+      spare_events_.push_back(done);
+    }
+  }
+}
+
+bool CudaTransport::copy_stream_empty() const {
+  RelaxedCapture relaxed;
+  return CudaDriver::get().p_cuStreamQuery(copy_stream_) != CUDA_ERROR_NOT_READY;
+}
+
+std::optional<Failure> CudaTransport::failure() const {
+  if (failed_.load(std::memory_order_acquire)) {
+    std::lock_guard lock(mutex_);
+    return failure_;
+  }
+  return board_->aborted();
+}
+
+void CudaTransport::watch() {
+  try {
+    ULYSSES_CUDA(cuCtxSetCurrent, context_);
+    RelaxedCapture relaxed;
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+      wake_.wait_for(lock, failed_.load() ? kReleaseTick : kTick);
+      if (stopping_) return;
+      lock.unlock();
+      if (failed_.load()) {
+        release_waits();
+      } else {
+        look();
+      }
+      lock.lock();
+    }
+  } catch (const std::exception& error) {
+    // The device has failed: there is nothing left to release.
+    Failure failure;
+    failure.kind = Failure::Kind::kDriver;
+    failure.message = std::string("rank ") + std::to_string(board_->rank()) + ": " + error.what();
+    fail(std::move(failure));
+  }
+}
+
+void CudaTransport::look() {
+  retire_completed();
+  uint64_t number = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (!in_flight_.empty()) number = in_flight_.front().number;
+  }
+  const double now = now_seconds();
+  if (number != watched_number_) {
+    watched_number_ = number;
+    watched_since_ = now;
+    watched_pad_.clear();
+  }
+  if (number == 0 && !captured_.load()) return;
+  if (now - watched_since_ < kSlowGroupSeconds) return;
+  const PadImage pad = read_pad();
+  Failure failure;
+  failure.seconds = now - watched_since_;
+  if (pad.waiting()) failure.signal = pad.signal();
+  if (auto told = board_->aborted()) {
+    told->signal = failure.signal;
+    told->seconds = failure.seconds;
+    return fail(std::move(*told));
+  }
+  // Only a pad that reads the same twice is judged: the handshakes' operations may run between two words of one
+  // reading.
+  if (!pad.waiting() || pad.words != watched_pad_) {
+    watched_pad_ = pad.words;
+    watched_since_ = now - kSlowGroupSeconds;
+    return;
+  }
+  std::vector<int> silent;
+  for (int peer = 0; peer < board_->world_size(); ++peer) {
+    if (peer == board_->rank()) continue;
+    const uint64_t slot = pad.slot(static_cast<size_t>(peer));
+    if (slot == 0) silent.push_back(peer);
+    if (slot != 0 && slot != pad.current()) failure.peers.push_back(peer);
+  }
+  failure.kind = Failure::Kind::kMismatch;
+  if (failure.peers.empty()) {
+    failure.kind = Failure::Kind::kPeerGone;
+    for (int peer : silent) {
+      if (board_->peer_gone(peer)) failure.peers.push_back(peer);
+    }
+  }
+  if (failure.peers.empty()) {
+    failure.kind = Failure::Kind::kTimeout;
+    if (failure.seconds >= timeout_s_) failure.peers = silent;
+  }
+  if (!failure.peers.empty()) fail(std::move(failure));
+}
+
+CudaTransport::PadImage CudaTransport::read_pad() {
+  const size_t bytes = pad_bytes(board_->world_size());
+  ULYSSES_CUDA(cuMemcpyDtoHAsync, host_pad_, pads_[static_cast<size_t>(board_->rank())], bytes, watch_stream_);
+  ULYSSES_CUDA(cuStreamSynchronize, watch_stream_);
+  return {std::vector<uint64_t>(host_pad_, host_pad_ + bytes / sizeof(uint64_t)),
+          static_cast<size_t>(board_->world_size())};
+}
+
+void CudaTransport::fail(Failure failure) {
+  const Failure::Kind kind = failure.kind;
+  const std::string text = describe(failure, board_->rank());
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_) return;
+    failure_ = std::move(failure);
+  }
+  // In this order: once the watcher releases it, the queue writes to the peers what no longer means anything.
+  board_->abort_peers(kind, text);
+  failed_.store(true, std::memory_order_release);
+  wake_.notify_all();
+}
+
+void CudaTransport::release_waits() {
+  const PadImage pad = read_pad();
+  if (!pad.waiting()) return;
+  const auto rank = static_cast<size_t>(board_->rank());
+  for (size_t peer = 0; peer < pads_.size(); ++peer) {
+    if (peer == rank || pad.slot(peer) == pad.current()) continue;
+    ULYSSES_CUDA(cuStreamWriteValue64, watch_stream_, word(pads_[rank], pad.slot_index(peer)), pad.current(),
+                 CU_STREAM_WRITE_VALUE_DEFAULT);
+  }
+  ULYSSES_CUDA(cuStreamSynchronize, watch_stream_);
+}
+
+void CudaTransport::abort(const std::string& message) {
+  Failure failure;
+  failure.message = message;
+  fail(std::move(failure));
+}
+
+void CudaTransport::shutdown(double grace_s) {
+  if (shut_down_) return;
+  shut_down_ = true;
+  // At process exit the driver may have gone first, and everything below with it.
+  const CudaDriver& driver = CudaDriver::get();
+  const bool usable = driver.p_cuCtxPushCurrent(context_) == CUDA_SUCCESS;
+  if (usable) {
+    const double start = now_seconds();
+    while (!failed_.load() && !copy_stream_empty()) {
+      if (now_seconds() - start >= grace_s) {
+        Failure failure;
+        failure.kind = Failure::Kind::kClosed;
+        failure.message =
+            "rank " + std::to_string(board_->rank()) + " closed its communicator before the exchange was complete";
+        fail(std::move(failure));
+        break;
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    const double drain_start = now_seconds();
+    while (!copy_stream_empty() && now_seconds() - drain_start < kDrainSeconds) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
+  if (!usable) return;
+  driver.p_cuMemFreeHost(host_pad_);
+  for (const InFlight& group : in_flight_) {
+    if (group.done != last_done_) spare_events_.push_back(group.done);
+  }
+  for (CUevent event :
+       {input_ready_, own_done_, captured_input_ready_, captured_own_done_, captured_done_, last_done_}) {
+    spare_events_.push_back(event);
+  }
+  for (CUevent event : spare_events_) driver.p_cuEventDestroy(event);
+  for (CUstream stream : {copy_stream_, own_stream_, watch_stream_}) driver.p_cuStreamDestroy(stream);
+  CUcontext popped = nullptr;
+  driver.p_cuCtxPopCurrent(&popped);
+}
+
+}  // namespace ulysses

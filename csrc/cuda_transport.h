@@ -1,0 +1,130 @@
+// The exchange protocol between GPUs of one host: pitched copies by the copy engines, signals by stream memory
+// operations, no kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "board.h"
+#include "copy_plan.h"
+
+namespace ulysses {
+
+// One rank's copy stream. All commands are enqueued and return at once, except where too many groups are in flight.
+//
+//   begin(r)   the copy stream waits for everything on the caller's stream so far (so also for the last readers of the
+//   targets), then READY put        it waits for the caller's stream again (the input is ready), then one pitched copy
+//   a peer end(d)     DONE wait       a stream waits for the group's end and for the own-slice stream
+//
+// READY and DONE each are one batch of stream memory operations: publish the value in every peer's slot, wait until
+// every own slot EQUALS it, set those to 0. The values are constants of the call site, so that captured groups can be
+// replayed between eager ones.
+//
+// A watcher thread looks at groups that take long: it reads the pad (slots, phase, current value) over a stream of its
+// own, and reports a peer that signalled something else, that has ended, that gave up, or that did not signal within
+// timeout_s. After a failure, whoever found it tells the peers, and then the watcher sets the own slots itself, for
+// queued groups and replayed ones alike, until shutdown: the GPU stays usable, and what is exchanged from then on is
+// void.
+class CudaTransport {
+ public:
+  // Words of 8 bytes on a pad: 2 x world_size slots, then these.
+  static size_t pad_bytes(int world_size);
+
+  // Uses the context that is current. `pads` holds every rank's pad as mapped here, all of them zero before any rank
+  // constructs its transport. skip_ready and skip_done leave a handshake out: only for tests that show what it
+  // protects.
+  CudaTransport(std::shared_ptr<Board> board, std::vector<uintptr_t> pads, double timeout_s, bool skip_ready,
+                bool skip_done);
+  ~CudaTransport();
+  CudaTransport(const CudaTransport&) = delete;
+  CudaTransport& operator=(const CudaTransport&) = delete;
+
+  uintptr_t copy_stream() const { return reinterpret_cast<uintptr_t>(copy_stream_); }
+  // Where the rank's own slices are written: a stream beside the caller's and the copy stream.
+  uintptr_t own_stream() const { return reinterpret_cast<uintptr_t>(own_stream_); }
+
+  // Identifies the CUDA graph capture that the stream is in; 0 when it is in none.
+  uint64_t capture_id(uintptr_t stream) const;
+
+  // `capturing` says that `stream` is being captured; a group begins and ends in one capture.
+  // `readers` are further streams on which earlier results may still be read.
+  void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing);
+  void put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets, uintptr_t stream,
+           bool capturing);
+  void end(uint64_t done, bool capturing);
+  void wait(uintptr_t stream, bool capturing);
+
+  std::optional<Failure> failure() const;
+  // Gives up: the peers are told, this rank's waits are released.
+  void abort(const std::string& message);
+  // Waits at most grace_s for queued work, then gives up; returns when the streams are empty, or after 10 s more.
+  // Idempotent.
+  void shutdown(double grace_s);
+
+ private:
+  struct InFlight {
+    uint64_t number;
+    CUevent done;
+  };
+  struct PadImage;
+
+  void join(CUstream waiter, CUstream stream, CUevent event);
+  void handshake(Signal signal, uint64_t value);
+  void retire_completed();  // pops completed groups
+  bool copy_stream_empty() const;
+  CUevent take_event();
+
+  void watch();
+  void look();  // one look at a slow group
+  PadImage read_pad();
+  void fail(Failure failure);
+  void release_waits();
+
+  std::shared_ptr<Board> board_;
+  std::vector<CUdeviceptr> pads_;
+  double timeout_s_;
+  bool skip_ready_;
+  bool skip_done_;
+  CUcontext context_ = nullptr;
+  CUstream copy_stream_ = nullptr;
+  CUstream own_stream_ = nullptr;
+  CUstream watch_stream_ = nullptr;
+  CUevent input_ready_ = nullptr;  // re-recorded by every put; a wait keeps what it saw
+  CUevent own_done_ = nullptr;
+  CUevent captured_input_ready_ =
+      nullptr;  // captured events cannot be queried or waited for outside, so they are apart
+  CUevent captured_own_done_ = nullptr;
+  CUevent captured_done_ = nullptr;
+  CUevent last_done_ = nullptr;
+  std::vector<CUstreamBatchMemOpParams> operations_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<InFlight> in_flight_;
+  std::vector<CUevent> spare_events_;
+  bool last_done_retired_ = true;  // last_done_ is no longer in in_flight_
+  uint64_t groups_ = 0;
+  std::optional<Failure> failure_;
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> captured_{false};  // some group was captured: replays are not in in_flight_
+  bool stopping_ = false;
+  bool shut_down_ = false;
+
+  // The watcher's own state.
+  uint64_t* host_pad_ = nullptr;
+  uint64_t watched_number_ = 0;
+  std::vector<uint64_t> watched_pad_;
+  double watched_since_ = 0;
+  std::thread watcher_;
+};
+
+}  // namespace ulysses

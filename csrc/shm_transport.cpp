@@ -1,0 +1,183 @@
+#include "shm_transport.h"
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+namespace ulysses {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpins = 200;               // about as long as a cache line takes to travel
+constexpr int64_t kSliceMicros = 20'000;  // how often a sleeping wait looks for a failure
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+void copy_rows(const PitchedCopy& copy, const char* source, char* target) {
+  const char* from = source + copy.src_offset_bytes;
+  char* to = target + copy.dst_offset_bytes;
+  for (int64_t row = 0; row < copy.height; ++row) {
+    std::memcpy(to, from, static_cast<size_t>(copy.width_bytes));
+    from += copy.src_pitch_bytes;
+    to += copy.dst_pitch_bytes;
+  }
+}
+
+}  // namespace
+
+ShmTransport::ShmTransport(std::shared_ptr<Board> board, double timeout_s, bool skip_ready, bool skip_done)
+    : board_(std::move(board)), timeout_s_(timeout_s), skip_ready_(skip_ready), skip_done_(skip_done), thread_([this] {
+        run();
+      }) {}
+
+ShmTransport::~ShmTransport() { shutdown(0); }
+
+void ShmTransport::begin(uint64_t ready) {
+  if (!skip_ready_) enqueue([this, ready] { handshake(Signal::kReady, ready); });
+}
+
+void ShmTransport::put(std::shared_ptr<const CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets) {
+  enqueue([this, plan = std::move(plan), source, targets = std::move(targets)] {
+    for (const PitchedCopy& copy : plan->copies) {
+      if (dropping_.load(std::memory_order_relaxed)) return;
+      copy_rows(copy, reinterpret_cast<const char*>(source),
+                reinterpret_cast<char*>(targets[static_cast<size_t>(copy.peer)]));
+    }
+  });
+}
+
+void ShmTransport::end(uint64_t done) {
+  if (!skip_done_) enqueue([this, done] { handshake(Signal::kDone, done); });
+}
+
+std::optional<Failure> ShmTransport::wait() {
+  {
+    std::unique_lock lock(mutex_);
+    idle_.wait(lock, [this] { return commands_.empty() && !running_; });
+  }
+  return failure();
+}
+
+std::optional<Failure> ShmTransport::failure() const {
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_) return failure_;
+  }
+  return board_->aborted();
+}
+
+void ShmTransport::abort(const std::string& message) {
+  Failure failure;
+  failure.message = message;
+  fail(std::move(failure));
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [this] { return commands_.empty() && !running_; });
+}
+
+void ShmTransport::shutdown(double grace_s) {
+  {
+    std::unique_lock lock(mutex_);
+    idle_.wait_for(lock, std::chrono::duration<double>(grace_s), [this] { return commands_.empty() && !running_; });
+    if (!commands_.empty() || running_) {
+      lock.unlock();
+      Failure failure;
+      failure.kind = Failure::Kind::kClosed;
+      failure.message =
+          "rank " + std::to_string(board_->rank()) + " closed its communicator before the exchange was complete";
+      fail(std::move(failure));
+      lock.lock();
+    }
+    stopping_ = true;
+  }
+  queued_.notify_one();
+  if (thread_.joinable()) thread_.join();
+}
+
+void ShmTransport::enqueue(std::function<void()> command) {
+  {
+    std::lock_guard lock(mutex_);
+    commands_.push_back(std::move(command));
+  }
+  queued_.notify_one();
+}
+
+void ShmTransport::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    queued_.wait(lock, [this] { return stopping_ || !commands_.empty(); });
+    if (commands_.empty()) return;
+    auto command = std::move(commands_.front());
+    commands_.pop_front();
+    if (failure_) {
+      if (commands_.empty()) idle_.notify_all();
+      continue;
+    }
+    running_ = true;
+    lock.unlock();
+    command();
+    lock.lock();
+    running_ = false;
+    if (commands_.empty()) idle_.notify_all();
+  }
+}
+
+void ShmTransport::handshake(Signal signal, uint64_t value) {
+  const int rank = board_->rank();
+  const int world_size = board_->world_size();
+  for (int step = 1; step < world_size; ++step)
+    signal_store(board_->slot((rank + step) % world_size, signal, rank), value);
+  for (int step = 1; step < world_size && !dropping_.load(); ++step)
+    await_peer(signal, (rank + step) % world_size, value);
+  if (dropping_.load()) return;
+  // Behind all waits: a peer raises this signal again only after the other handshake, which stands behind these writes.
+  for (int peer = 0; peer < world_size; ++peer) {
+    if (peer != rank) board_->slot(rank, signal, peer).store(0, std::memory_order_relaxed);
+  }
+}
+
+void ShmTransport::await_peer(Signal signal, int peer, uint64_t value) {
+  SignalWord& word = board_->slot(board_->rank(), signal, peer);
+  const auto start = Clock::now();
+  for (int spin = 0;; ++spin) {
+    const uint64_t seen = word.load(std::memory_order_acquire);
+    if (seen == value) return;
+    if (spin < kSpins) continue;
+    Failure failure;
+    failure.signal = signal;
+    failure.seconds = seconds_since(start);
+    failure.peers = {peer};
+    if (seen != 0) {
+      failure.kind = Failure::Kind::kMismatch;
+      return fail(std::move(failure));
+    }
+    if (dropping_.load()) return;
+    if (auto told = board_->aborted()) {
+      told->signal = signal;
+      return fail(std::move(*told));
+    }
+    if (board_->peer_gone(peer) && word.load(std::memory_order_acquire) == 0) {
+      failure.kind = Failure::Kind::kPeerGone;
+      return fail(std::move(failure));
+    }
+    if (failure.seconds > timeout_s_) {
+      failure.kind = Failure::Kind::kTimeout;
+      return fail(std::move(failure));
+    }
+    signal_wait_change(word, 0, kSliceMicros);
+  }
+}
+
+void ShmTransport::fail(Failure failure) {
+  const std::string text = describe(failure, board_->rank());
+  const Failure::Kind kind = failure.kind;
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_) return;
+    failure_ = std::move(failure);
+  }
+  dropping_.store(true);
+  board_->abort_peers(kind, text);
+}
+
+}  // namespace ulysses

@@ -1,0 +1,72 @@
+// The exchange protocol between processes of one host whose targets lie in shared memory. A copy thread stands in for
+// the copy engine.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "board.h"
+#include "copy_plan.h"
+
+namespace ulysses {
+
+// Commands return at once and run in order on the copy thread:
+//   begin(r)  READY: tell every peer that this rank's targets may be written, await the same from all
+//   put       write this rank's slices into the peers' targets
+//   end(d)    DONE: tell every peer that its data is complete, await the same from all
+// wait() blocks until all of it has run. Once a command fails, later ones are dropped unrun, so nothing is written
+// after a failure.
+class ShmTransport {
+ public:
+  // skip_ready and skip_done leave a handshake out: only for tests that show what it protects.
+  ShmTransport(std::shared_ptr<Board> board, double timeout_s, bool skip_ready, bool skip_done);
+  ~ShmTransport();
+  ShmTransport(const ShmTransport&) = delete;
+  ShmTransport& operator=(const ShmTransport&) = delete;
+
+  void begin(uint64_t ready);
+  // `targets` holds, for each rank, the address of its target in this process. The source must stay valid until wait()
+  // returns.
+  void put(std::shared_ptr<const CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets);
+  void end(uint64_t done);
+  std::optional<Failure> wait();
+  // This rank's own failure, or a peer's that it has been told of.
+  std::optional<Failure> failure() const;
+  // Gives up: the peers are told, what is queued is dropped; returns when the copy thread touches no memory of the
+  // caller any more.
+  void abort(const std::string& message);
+  // Lets queued commands run for at most grace_s, then gives up. Idempotent.
+  void shutdown(double grace_s);
+
+ private:
+  void enqueue(std::function<void()> command);
+  void run();
+  void handshake(Signal signal, uint64_t value);
+  void await_peer(Signal signal, int peer, uint64_t value);
+  void fail(Failure failure);
+
+  std::shared_ptr<Board> board_;
+  double timeout_s_;
+  bool skip_ready_;
+  bool skip_done_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable queued_;
+  std::condition_variable idle_;
+  std::deque<std::function<void()>> commands_;
+  bool running_ = false;
+  bool stopping_ = false;
+  std::optional<Failure> failure_;
+  std::atomic<bool> dropping_{false};
+  std::thread thread_;
+};
+
+}  // namespace ulysses

@@ -1,0 +1,175 @@
+"""Groups in a row under random delays, every element of every output checked, and the same loop with one handshake left out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import ranks
+import torch
+from cases import Case, even
+from test_exchange import MEMBERS
+
+# The number of groups at two ranks; three and four ranks run three tenths of it each.
+GROUPS = int(os.environ.get("ULYSSES_OP_TEST_GROUPS", "5000"))
+CONTROL_GROUPS = 1000
+LONGEST_DELAY_S = 0.0005
+TAGS = ("q", "k", "v")
+SUBMIT_ORDER = ("v", "q", "k")
+# Far above what a group takes; the pool's deadline follows from it.
+SECONDS_A_GROUP = 0.03
+
+
+def tables(world_size: int, device: str) -> dict[str, Case]:
+    rows = {"cpu": 2, "cuda": 512}[device]
+    width = {"cpu": 4, "cuda": 64}[device]
+    return {
+        tag: even(tag, world_size, s=rows, h=2 * world_size, d=width, dtype=torch.int32, slot=slot)
+        for slot, tag in enumerate(TAGS)
+    }
+
+
+def delays(rng: random.Random, device: str) -> Callable[[], None]:
+    """A function that now and then holds up the host (asleep or busy), or on CUDA the current stream, for up to LONGEST_DELAY_S."""
+
+    def delay() -> None:
+        if rng.random() > 0.15:
+            return
+        delay_s = rng.uniform(0.0, LONGEST_DELAY_S)
+        how = rng.choice(["sleep", "busy"] if device == "cpu" else ["sleep", "stream", "stream", "stream"])
+        if how == "sleep":
+            time.sleep(delay_s)
+        elif how == "stream":
+            cycles_a_second = 1.7e9
+            torch.cuda._sleep(int(delay_s * cycles_a_second))
+        else:
+            end = time.perf_counter() + delay_s
+            while time.perf_counter() < end:
+                pass
+
+    return delay
+
+
+def run_skew(
+    rank: int,
+    world_size: int,
+    members: tuple[int, ...],
+    backend: str,
+    device: str,
+    groups: int,
+    skip: tuple[str, ...] = (),
+    timeout_s: float = 30.0,
+) -> dict[str, Any] | None:
+    """`groups` groups of q, k, v on a new communicator that leaves out the handshakes in `skip`; how many elements were wrong."""
+    if rank not in members:
+        return None
+    from ulysses_op import UlyssesError, onesided
+
+    me = members.index(rank)
+    before = onesided._test_skip
+    onesided._test_skip = frozenset(skip)
+    try:
+        comm = ranks.fresh_communicator(members, backend, device, timeout_s=timeout_s)
+    finally:
+        onesided._test_skip = before
+    table = tables(len(members), device)
+    inputs = {tag: oracle.make_input(case, "scatter_heads", 0, me, device) for tag, case in table.items()}
+    wanted = {tag: oracle.expected(case, "scatter_heads", 0, me, device) for tag, case in table.items()}
+    rng = random.Random(f"{rank} {world_size} {skip}")
+    delay = delays(rng, device)
+    check = _CheckOnDevice(device) if device == "cuda" else _CheckOnHost()
+    done, error = 0, None
+    try:
+        for step in range(groups):
+            with check.stream(rng):
+                delay()
+                with comm.group(*TAGS) as group:
+                    for tag in SUBMIT_ORDER:
+                        # Every element differs from the same element of every other step.
+                        group.submit(inputs[tag] + step, tag=tag)
+                        delay()
+                    results = group.wait()
+                delay()
+                for tag, result in zip(TAGS, results, strict=True):
+                    check.compare(result, wanted[tag] + step)
+            done += 1
+        wrong = check.wrong()
+    except UlyssesError as raised:
+        if not skip:
+            raise
+        error, wrong = repr(raised), check.wrong()
+    built = comm.backend
+    comm.close()
+    return {"wrong": wrong, "groups": done, "backend": built, "error": error}
+
+
+class _CheckOnHost:
+    def __init__(self) -> None:
+        self._wrong = 0
+
+    def stream(self, rng: random.Random) -> Any:
+        return contextlib.nullcontext()
+
+    def compare(self, actual: torch.Tensor, wanted: torch.Tensor) -> None:
+        if not torch.equal(actual, wanted):
+            self._wrong += oracle.wrong_elements(actual, wanted)
+
+    def wrong(self) -> int:
+        return self._wrong
+
+
+class _CheckOnDevice:
+    """Counts on the device, so that the host runs ahead; every step is on one of a few streams."""
+
+    def __init__(self, device: str) -> None:
+        self._streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+        self._counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in self._streams]
+        self._at = 0
+        torch.cuda.synchronize()
+
+    def stream(self, rng: random.Random) -> Any:
+        self._at = rng.randrange(len(self._streams))
+        return torch.cuda.stream(self._streams[self._at])
+
+    def compare(self, actual: torch.Tensor, wanted: torch.Tensor) -> None:
+        self._counts[self._at] += (actual != wanted).sum()
+
+    def wrong(self) -> int:
+        torch.cuda.synchronize()
+        return sum(int(count) for count in self._counts)
+
+
+def deadline_s(groups: int) -> float:
+    return 60.0 + SECONDS_A_GROUP * groups
+
+
+@pytest.mark.timeout(deadline_s(GROUPS) + 60.0)
+@pytest.mark.parametrize(("world_size", "groups"), [(2, GROUPS), (3, GROUPS * 3 // 10), (4, GROUPS * 3 // 10)])
+def test_groups_in_a_row(pool: ranks.RankPool, world_size: int, groups: int) -> None:
+    members = MEMBERS[world_size]
+    answers = pool.run(run_skew, members, "shm", "cpu", groups, timeout_s=deadline_s(groups))
+    right = {"wrong": 0, "groups": groups, "backend": "shm", "error": None}
+    assert answers == [right if rank in members else None for rank in range(pool.world_size)]
+
+
+def test_groups_in_a_row_on_c10d(pool: ranks.RankPool) -> None:
+    answers = pool.run(run_skew, MEMBERS[3], "c10d", "cpu", 300)
+    right = {"wrong": 0, "groups": 300, "backend": "c10d", "error": None}
+    assert answers == [right, right, right, None]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("handshake", ["ready", "done"])
+def test_without_a_handshake_the_loop_finds_wrong_elements(
+    pool: ranks.RankPool, world_size: int, handshake: str
+) -> None:
+    # A signal that is lost without the other handshake ends the loop by a time-out.
+    arguments = (MEMBERS[world_size], "shm", "cpu", CONTROL_GROUPS, (handshake,), 2.0)
+    answers = pool.run(run_skew, *arguments, timeout_s=deadline_s(CONTROL_GROUPS))
+    assert sum(answer["wrong"] for answer in answers if answer is not None) > 0, answers

@@ -1,0 +1,439 @@
+"""The communicator: decides on a backend with its peers once, then exchanges groups of tagged tensors on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from .bringup import bring_up
+from .capability import BACKENDS, Decision, Facts
+from .engine import Engine
+from .errors import BrokenCommunicatorError, TargetError, UlyssesError
+from .exchange_group import ExchangeGroup, Submission
+from .gradients import DifferentiableExchange
+from .layout import Direction, Exchange, gather_exchange, scatter_exchange
+from .process_groups import GroupLike, resolve_group
+from .torch_compat import group_device_types
+
+TIMEOUT_VARIABLE = "ULYSSES_OP_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_MAX_TARGETS = 12
+_RELEASE_GRACE_S = 2.0  # what garbage collection and interpreter exit allow queued exchanges
+
+
+class Communicator:
+    """Exchanges heads for sequence among the ranks of one process group.
+
+    Constructing it is local. The first exchange, or :meth:`build`, is collective: the ranks tell each other what they
+    can run, decide alike on a backend, and map their memory. Several communicators may share a process group; each
+    builds and exchanges in the same order on all ranks. One thread at a time uses a communicator. It is released
+    locally, without a collective, by :meth:`close`, by garbage collection, or at exit.
+
+    group: None for the default process group, a name, a ProcessGroup, or a one-dimensional DeviceMesh.
+    backend: "auto", or one of "symm_mem", "cuda_ipc", "shm", "c10d", which then runs or raises
+    BackendUnavailableError on every rank.
+    max_targets: persistent buffers that are kept, one for each (tag, direction, dtype); the least recently used is
+    unmapped first.
+    timeout_s: how long a peer may take to signal; None takes the environment's ULYSSES_OP_TIMEOUT_S, else 600.
+    """
+
+    def __init__(
+        self,
+        group: GroupLike = None,
+        *,
+        backend: str = "auto",
+        max_targets: int = DEFAULT_MAX_TARGETS,
+        timeout_s: float | None = None,
+    ) -> None:
+        if backend != "auto" and backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}, expected 'auto' or one of {', '.join(BACKENDS)}")
+        if max_targets < 1:
+            raise ValueError(f"max_targets is {max_targets}, it must be at least 1")
+        if timeout_s is None:
+            timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S))
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}, it must be positive")
+        self._group = resolve_group(group)
+        self.rank: int = self._group.rank()
+        self.world_size: int = self._group.size()
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the process group")
+        self._requested = backend
+        self._max_targets = max_targets
+        self._timeout_s = timeout_s
+        self._engine: Engine | None = None
+        self._device: torch.device | None = None
+        self._decision: Decision | None = None
+        self._facts: list[Facts] = []
+        self._open_group: ExchangeGroup | None = None
+        self._broken: str | None = None
+        self._closed = False
+        self._release: weakref.finalize[Any, Any] | None = None
+        self._exchanges: dict[Any, Exchange] = {}
+
+    # What was decided.
+
+    @property
+    def backend(self) -> str:
+        """The backend in use: "symm_mem", "cuda_ipc", "shm" or "c10d". Builds the communicator if need be
+        (collective).
+        """
+        return self._built().backend
+
+    @property
+    def reason(self) -> str:
+        """Why this backend, and why none before it; the same text on all ranks. Builds the communicator if need be
+        (collective).
+        """
+        self._built()
+        assert self._decision is not None
+        return self._decision.reason
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The reason against each backend that these ranks cannot run."""
+        self._built()
+        assert self._decision is not None
+        return dict(self._decision.refused)
+
+    @property
+    def facts(self) -> list[Facts]:
+        """What every rank stated when the communicator was built."""
+        self._built()
+        return list(self._facts)
+
+    def build(self, device: torch.device | str | None = None) -> Communicator:
+        """Decide on a backend and map memory now. Collective; a second call does nothing.
+
+        device: of the tensors to come; None takes CUDA's current device if the process group has a backend for it,
+        else the CPU.
+
+        Raises BackendUnavailableError, on every rank, when the backend asked for cannot run, and PeerTimeoutError
+        when a rank is missing.
+        """
+        self._check_usable()
+        if self._engine is None:
+            self._build(self._default_device() if device is None else torch.device(device))
+        return self
+
+    # Exchanges.
+
+    def scatter_heads(
+        self, x: torch.Tensor, *, heads: Sequence[Sequence[int]] | None = None, seq_lens: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """(B, S_local, H, D) -> (B, S_global, H_local, D); the caller owns the result. See
+        :func:`ulysses_op.scatter_heads`.
+        """
+        return self._one(x, "scatter_heads", heads, seq_lens)
+
+    def gather_heads(
+        self, x: torch.Tensor, *, heads: Sequence[Sequence[int]] | None = None, seq_lens: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """(B, S_global, H_local, D) -> (B, S_local, H, D); the caller owns the result. See
+        :func:`ulysses_op.gather_heads`.
+        """
+        return self._one(x, "gather_heads", heads, seq_lens)
+
+    def group(self, *tags: str) -> ExchangeGroup:
+        """A group of exchanges that complete together, as a context manager.
+
+        ::
+
+            with communicator.group("q", "k", "v") as group:
+                group.submit(v, tag="v")          # V travels while Q and K are normed and rotated
+                group.submit(rope(norm(q)), tag="q")
+                group.submit(rope(norm(k)), tag="k")
+                q, k, v = group.wait()
+
+        All ranks submit the same tags, shapes, dtypes and plans in the same order.
+        """
+        return ExchangeGroup(self, tags)
+
+    def check(self) -> None:
+        """Raise if the communicator has failed. On CUDA a group's failure is found after wait(): synchronize, then
+        check, to be sure of results before they leave the device. Every later call checks too.
+        """
+        self._check_usable()
+        if self._engine is not None:
+            self._guarded(self._engine.check, None)
+
+    def close(self) -> None:
+        """Release targets, mappings and streams. Local; waits at most ``timeout_s`` for groups that are not complete
+        yet. Idempotent.
+
+        Raises RuntimeError when results of a group were never waited for.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        group, self._open_group = self._open_group, None
+        if self._release is not None and self._release.detach() is not None:
+            assert self._engine is not None
+            unfinished = group is not None and not group.final
+            if unfinished and self._broken is None:
+                self._engine.abort("closed its communicator in the middle of a group")
+            self._engine.close(0.0 if unfinished or self._broken else self._timeout_s)
+        self._engine = None
+        if group is not None and self._broken is None:
+            raise RuntimeError(
+                f"the communicator was closed, but the results of the group of {group.describe()} were never waited for"
+            )
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            with contextlib.suppress(RuntimeError):  # the error that is on its way tells more
+                self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self  # a copied model shares its communicator
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Communicator cannot be pickled: it is tied to this process. Create one where it is needed")
+
+    # A group's life, called by ExchangeGroup.
+
+    def _submit(
+        self,
+        group: ExchangeGroup,
+        x: torch.Tensor,
+        tag: str,
+        direction: Direction,
+        heads: Sequence[Sequence[int]] | None,
+        seq_lens: Sequence[int] | None,
+        final: bool,
+        owned: bool = False,
+    ) -> None:
+        self._submit_exchange(group, x, tag, self._exchange_of(x, direction, heads, seq_lens), final, owned)
+
+    def _submit_exchange(
+        self, group: ExchangeGroup, x: torch.Tensor, tag: str, exchange: Exchange, final: bool, owned: bool
+    ) -> None:
+        self._check_usable()
+        if group.waited:
+            raise RuntimeError("submit() after wait(): begin another group")
+        if group.final:
+            raise RuntimeError(
+                f"submit() after the final submission of the group of {group.describe()}: begin another group"
+            )
+        engine = self._built(x.device)
+        assert self._device is not None
+        if x.device != self._device:
+            raise ValueError(
+                f"the tensor is on {x.device}, but this communicator exchanges tensors on "
+                f"{self._device}: use one communicator a device"
+            )
+        if self._open_group is not group:
+            self._begin(engine, group)
+        submission = Submission(tag, x, exchange, owned)
+        try:
+            engine.prepare(group, submission)
+        except TargetError as error:
+            # Every rank raises this here, so every rank finishes the group with what it has.
+            self._abandon(engine, group)
+            raise error
+        except (ValueError, UlyssesError) as error:
+            if group.submissions or isinstance(error, BrokenCommunicatorError):
+                self._break(error)
+            raise
+        self._open_group = group
+        try:
+            engine.check(group)
+            engine.submit(group, submission)
+            group.submissions.append(submission)
+            if group.is_final(final):
+                group.final = True
+                engine.finish(group)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _wait(self, group: ExchangeGroup, tags: Sequence[str]) -> tuple[torch.Tensor, ...]:
+        self._check_usable()
+        if group.waited:
+            raise RuntimeError("wait() was called already: a group is waited for once")
+        if self._open_group is not group or not group.submissions:
+            raise RuntimeError("wait() on a group to which nothing was submitted, or that a later group has replaced")
+        by_tag = {submission.tag: i for i, submission in enumerate(group.submissions)}
+        wanted = tags or group.tags or tuple(by_tag)
+        missing = [tag for tag in wanted if tag not in by_tag]
+        if missing:
+            raise RuntimeError(f"wait() for tags {missing} that were not submitted; submitted are {group.describe()}")
+        for submission in group.submissions:
+            submission.check_unchanged()
+        engine = self._built()
+        try:
+            if not group.final:
+                group.final = True
+                engine.finish(group)
+            results = engine.deliver(group)
+            engine.check(group)
+        except BaseException as error:
+            self._break(error)
+            raise
+        group.waited = True
+        self._open_group = None
+        results = self._differentiable(group, results)
+        for submission in group.submissions:
+            submission.state = None
+        return tuple(results[by_tag[tag]] for tag in wanted)
+
+    def _leave(self, group: ExchangeGroup, error: BaseException | None) -> None:
+        """The end of the with-block. Results may still be waited for after it, until the next group begins."""
+        if self._open_group is not group or self._engine is None or self._broken is not None:
+            return
+        if error is not None and not group.final:
+            self._break(error)
+        elif error is not None:
+            self._abandon(self._engine, group)
+        elif not group.final:
+            group.final = True
+            self._guarded(self._engine.finish, group)
+
+    def _begin(self, engine: Engine, group: ExchangeGroup) -> None:
+        other = self._open_group
+        if other is None:
+            return
+        if not other.final:
+            raise RuntimeError(
+                f"the group of {other.describe()} is still open: finish and wait() for it, or use a second communicator"
+            )
+        self._abandon(engine, other)
+        raise RuntimeError(
+            f"the results of the group of {other.describe()} were never waited for, and are lost: call its wait() first"
+        )
+
+    def _abandon(self, engine: Engine, group: ExchangeGroup) -> None:
+        self._open_group = None
+        group.waited = True
+        if group.submissions:
+            if not group.final:
+                group.final = True
+                self._guarded(engine.finish, group)
+            self._guarded(engine.abandon, group)
+
+    def _differentiable(self, group: ExchangeGroup, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        index = [i for i, submission in enumerate(group.submissions) if submission.differentiable]
+        if index:
+            chosen = [group.submissions[i] for i in index]
+            tied = DifferentiableExchange.apply(
+                self,
+                [s.tag for s in chosen],
+                [s.exchange for s in chosen],
+                [results[i] for i in index],
+                *(s.x for s in chosen),
+            )
+            for i, result in zip(index, tied, strict=True):
+                results[i] = result
+        return results
+
+    def _exchange(self, parts: Sequence[tuple[str, torch.Tensor, Exchange]]) -> tuple[torch.Tensor, ...]:
+        """One group of owned, differentiable exchanges."""
+        group = ExchangeGroup(self, [tag for tag, _, _ in parts])
+        with group:
+            for tag, x, exchange in parts:
+                self._submit_exchange(group, x, tag, exchange, False, True)
+            return self._wait(group, ())
+
+    def _one(
+        self,
+        x: torch.Tensor,
+        direction: Direction,
+        heads: Sequence[Sequence[int]] | None,
+        seq_lens: Sequence[int] | None,
+    ) -> torch.Tensor:
+        return self._exchange([(f"{direction}()", x, self._exchange_of(x, direction, heads, seq_lens))])[0]
+
+    def _exchange_of(
+        self,
+        x: torch.Tensor,
+        direction: Direction,
+        heads: Sequence[Sequence[int]] | None,
+        seq_lens: Sequence[int] | None,
+    ) -> Exchange:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
+        if x.layout != torch.strided or x.is_quantized:
+            raise TypeError(
+                f"x has layout {x.layout}{' and is quantized' if x.is_quantized else ''}: a dense tensor is needed"
+            )
+        if x.element_size() not in (1, 2, 4, 8):
+            raise TypeError(
+                f"x has dtype {x.dtype} of {x.element_size()} bytes: elements of 1, 2, 4 or 8 bytes can be exchanged"
+            )
+        key = (direction, x.shape, _frozen(heads), _frozen(seq_lens))
+        exchange = self._exchanges.get(key)
+        if exchange is None:
+            if direction not in ("scatter_heads", "gather_heads"):
+                raise ValueError(f"direction is {direction!r}, expected 'scatter_heads' or 'gather_heads'")
+            make = scatter_exchange if direction == "scatter_heads" else gather_exchange
+            exchange = make(x.shape, self.world_size, self.rank, heads, seq_lens)
+            if len(self._exchanges) >= 1024:
+                self._exchanges.clear()
+            self._exchanges[key] = exchange
+        return exchange
+
+    # Building.
+
+    def _built(self, device: torch.device | None = None) -> Engine:
+        if self._engine is None:
+            self.build(device)
+        assert self._engine is not None
+        return self._engine
+
+    def _default_device(self) -> torch.device:
+        if torch.cuda.is_available() and "cuda" in group_device_types(self._group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def _build(self, device: torch.device) -> None:
+        device = torch.empty(0, device=device).device  # "cuda" is the current device from now on
+        engine, decision, facts = bring_up(self._group, device, self._requested, self._max_targets, self._timeout_s)
+        self._engine, self._decision, self._facts, self._device = engine, decision, facts, device
+        self._release = weakref.finalize(self, _release, engine, os.getpid())
+
+    # Failing.
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("the communicator is closed: create another one")
+        if self._broken is not None:
+            raise BrokenCommunicatorError(
+                f"the communicator failed earlier and cannot be used any more: {self._broken}"
+            )
+
+    def _guarded(self, call: Any, group: ExchangeGroup | None) -> None:
+        try:
+            call(group)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        if self._broken is None:
+            self._broken = f"{type(error).__name__}: {error}"
+            self._open_group = None
+            if self._engine is not None:
+                self._engine.abort(self._broken)
+
+
+def _frozen(value: Any) -> Any:
+    """A hashable copy of nested sequences."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _release(engine: Engine, pid: int) -> None:
+    """What is left to do for a communicator that was not closed. In a forked child nothing of it works, and it is the
+    parent's.
+    """
+    if os.getpid() == pid:
+        engine.close(_RELEASE_GRACE_S)

@@ -1,0 +1,31 @@
+"""What can go wrong, by name. Bad arguments are ``ValueError`` or ``TypeError``, raised before anything moves."""
+
+from __future__ import annotations
+
+
+class UlyssesError(RuntimeError):
+    """Base of the errors below."""
+
+
+class BackendUnavailableError(UlyssesError):
+    """A backend asked for by name cannot run on some rank; raised on every rank, with the reason."""
+
+
+class TargetError(UlyssesError):
+    """A target could not be allocated or mapped on some rank; raised on every rank. The communicator stays usable."""
+
+
+class BrokenCommunicatorError(UlyssesError):
+    """The communicator failed earlier and cannot be used any more; build a new one with ranks that are well."""
+
+
+class PeerTimeoutError(BrokenCommunicatorError):
+    """A peer did not signal within ``timeout_s``, or its process has ended."""
+
+
+class PeerAbortError(BrokenCommunicatorError):
+    """A peer gave up in the middle of a group, or closed its communicator."""
+
+
+class MismatchError(BrokenCommunicatorError):
+    """Ranks submitted different tags, shapes, dtypes, plans or orders."""

@@ -1,0 +1,133 @@
+"""A group of tagged submissions that complete together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .layout import Direction, Exchange
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .communicator import Communicator
+
+
+class Submission:
+    """One tensor on its way. ``state`` belongs to the engine that moves it."""
+
+    __slots__ = ("differentiable", "digest", "exchange", "owned", "state", "tag", "version", "x")
+
+    def __init__(self, tag: str, x: torch.Tensor, exchange: Exchange, owned: bool) -> None:
+        self.tag = tag
+        self.x = x
+        self.exchange = exchange
+        self.differentiable = x.requires_grad and torch.is_grad_enabled()
+        self.owned = owned or self.differentiable
+        self.version = None if x.is_inference() else x._version
+        self.digest = digest_of((tag, exchange, x.dtype, self.owned, self.differentiable))
+        self.state: Any = None
+
+    def check_unchanged(self) -> None:
+        if self.version is not None and self.x._version != self.version:
+            raise RuntimeError(
+                f"the tensor submitted as {self.tag!r} was modified in place before wait(): its "
+                "copies may still be reading it"
+            )
+
+
+_digests: dict[Any, int] = {}
+
+
+def digest_of(value: Any) -> int:
+    """64 bits of a value that has the same repr on every rank. Never zero, in neither half: the signals rely on it."""
+    digest = _digests.get(value)
+    if digest is None:
+        if len(_digests) >= 4096:
+            _digests.clear()
+        number = int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little")
+        digest = _digests[value] = number | (1 << 32) | 1
+    return digest
+
+
+class ExchangeGroup:
+    """Submissions under one handshake; made by :meth:`Communicator.group`, used as a context manager.
+
+    The group begins at its first submission. The final submission is the one that completes the tags that the group
+    names, or the one with ``final=True``, or, with neither, the last before :meth:`wait`.
+    """
+
+    def __init__(self, communicator: Communicator, tags: Sequence[str]) -> None:
+        if len(set(tags)) != len(tags):
+            raise ValueError(f"the tags of a group must differ, got {tuple(tags)}")
+        self._communicator = communicator
+        self.tags = tuple(tags)
+        self.submissions: list[Submission] = []
+        self.final = False
+        self.waited = False
+
+    def submit(
+        self,
+        x: torch.Tensor,
+        tag: str | None = None,
+        *,
+        direction: Direction = "scatter_heads",
+        heads: Sequence[Sequence[int]] | None = None,
+        seq_lens: Sequence[int] | None = None,
+        final: bool = False,
+    ) -> None:
+        """Start to exchange ``x`` under ``tag`` and return at once; :meth:`wait` gives the result.
+
+        x: (B, S_local, H, D) to scatter heads, (B, S_global, H_local, D) to gather them; any strides. It must not be
+           written until wait(). ``heads`` and ``seq_lens`` are as in :func:`ulysses_op.scatter_heads`.
+        tag: names the submission; None takes the next name that the group has left, or the number of the submission.
+
+        Raises ValueError or TypeError, before anything moves, for arguments that do not fit, and RuntimeError for a
+        tag that was submitted already, or when the group is final or closed.
+        """
+        self._communicator._submit(self, x, self._tag(tag), direction, heads, seq_lens, final)
+
+    def wait(self, *tags: str) -> tuple[torch.Tensor, ...]:
+        """The results: of ``tags`` in this order, else in the order in which the group names its tags, else as
+        submitted.
+
+        On CUDA the current stream waits, not the host. Without gradients, results on CUDA are lent: they are valid
+        until this rank begins the next group that has the tag (the next group at all, if it names no tags); later
+        uses raise RuntimeError. Elsewhere, and when a submitted tensor requires a gradient, the caller owns them.
+
+        Raises PeerTimeoutError, PeerAbortError, MismatchError, and RuntimeError when called twice or with nothing
+        submitted.
+        """
+        return self._communicator._wait(self, tags)
+
+    def _tag(self, tag: str | None) -> str:
+        taken = {submission.tag for submission in self.submissions}
+        if tag is None:
+            left = [name for name in self.tags if name not in taken]
+            tag = left[0] if left else str(len(self.submissions))
+        if self.tags and tag not in self.tags:
+            raise ValueError(f"tag {tag!r} is not one of the tags that this group names, {self.tags}")
+        if tag in taken:
+            raise RuntimeError(f"tag {tag!r} was submitted to this group already: each tag is submitted once a group")
+        return tag
+
+    def is_final(self, final: bool) -> bool:
+        """Whether the newest submission is the last one."""
+        return final or (bool(self.tags) and len(self.submissions) == len(self.tags))
+
+    def done_digest(self) -> int:
+        return digest_of(tuple(submission.digest for submission in self.submissions))
+
+    def describe(self) -> str:
+        return ", ".join(repr(submission.tag) for submission in self.submissions) or "no tag yet"
+
+    def __enter__(self) -> ExchangeGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._communicator._leave(self, error)

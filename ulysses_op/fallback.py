@@ -1,0 +1,155 @@
+"""The engine that runs anywhere: the same exchange as packed all-to-alls of a process group (NCCL, Gloo, ...)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .errors import MismatchError, PeerTimeoutError
+from .exchange_group import ExchangeGroup, Submission
+from .layout import Exchange, Region
+from .rendezvous import Channel
+
+
+class C10dEngine:
+    """One asynchronous all-to-all a submission, so that V travels while Q and K are still computed. Results are
+    always owned.
+
+    Before data moves, ranks compare what they are about to exchange, since a collective whose sizes differ between
+    ranks hangs or worse. For CPU tensors that is an all-gather of 8 bytes a submission. For CUDA tensors it would
+    stall the host, so it is done for each new submission only, through the store.
+    """
+
+    backend = "c10d"
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, device: torch.device, channel: Channel, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.world_size = group.size()
+        self._group = group
+        self._device = device
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._agreed: set[int] = set()
+
+    def prepare(self, group: ExchangeGroup, submission: Submission) -> None:
+        """Nothing can fail on one rank alone before the all-to-all."""
+
+    def submit(self, group: ExchangeGroup, submission: Submission) -> None:
+        self._compare(group, submission)
+        exchange, x = submission.exchange, submission.x.detach()
+        parts = [_outgoing(exchange, self.rank, peer) for peer in range(self.world_size)]
+        sizes = [0 if peer == self.rank else x[part].numel() for peer, part in enumerate(parts)]
+        sent = torch.empty(sum(sizes), dtype=x.dtype, device=x.device)
+        for piece, peer in zip(sent.split(sizes), range(self.world_size), strict=True):
+            if sizes[peer]:
+                piece.view(x[parts[peer]].shape).copy_(x[parts[peer]])
+        shapes = [_incoming(exchange, self.rank, peer)[1] for peer in range(self.world_size)]
+        counts = [0 if peer == self.rank else shape.numel() for peer, shape in enumerate(shapes)]
+        received = torch.empty(sum(counts), dtype=x.dtype, device=x.device)
+        width = x.element_size()
+        work = dist.all_to_all_single(
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
+            [count * width for count in counts],
+            [size * width for size in sizes],
+            group=self._group,
+            async_op=True,
+        )
+        submission.state = (work, received, counts, sent)
+
+    def finish(self, group: ExchangeGroup) -> None:
+        """Each all-to-all completes by itself."""
+
+    def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
+        results = []
+        for submission in group.submissions:
+            exchange, x = submission.exchange, submission.x.detach()
+            work, received, counts, _ = submission.state
+            result = torch.empty(exchange.output_shape(self.rank), dtype=x.dtype, device=x.device)
+            result[exchange.own_dest(self.rank)].copy_(x[exchange.own_source(self.rank)])
+            self._await(work, submission.tag)
+            for peer, piece in enumerate(received.split(counts)):
+                if counts[peer]:
+                    region, shape = _incoming(exchange, self.rank, peer)
+                    result[region].copy_(piece.view(shape))
+            results.append(result)
+        return results
+
+    def abandon(self, group: ExchangeGroup) -> None:
+        for submission in group.submissions:
+            self._await(submission.state[0], submission.tag)
+
+    def check(self, group: ExchangeGroup | None) -> None:
+        """Failures of the process group are raised by its own calls."""
+
+    def abort(self, message: str) -> None:
+        """Peers are not told: their next collective of the group runs into the time-out."""
+
+    def close(self, grace_s: float) -> None:
+        self._agreed.clear()
+
+    def _await(self, work: dist.Work, tag: str) -> None:
+        try:
+            if self._device.type == "cpu":
+                work.wait(timedelta(seconds=self._timeout_s))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerTimeoutError(
+                f"rank {self.rank} (c10d): the all-to-all of tag {tag!r} did not complete within "
+                f"{self._timeout_s} s, or a peer is gone: "
+                f"{error}"
+            ) from error
+
+    def _compare(self, group: ExchangeGroup, submission: Submission) -> None:
+        digest = hash((submission.digest, tuple(earlier.digest for earlier in group.submissions))) & (2**63 - 1)
+        if self._device.type == "cpu":
+            own = torch.tensor([digest], dtype=torch.int64)
+            gathered = torch.empty(self.world_size, dtype=torch.int64)
+            work = dist.all_gather_into_tensor(gathered, own, group=self._group, async_op=True)
+            assert work is not None
+            self._await(work, submission.tag)
+            digests = gathered.tolist()
+        elif digest in self._agreed:
+            return
+        else:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "the ranks have not exchanged this before, and cannot compare what they are "
+                    "about to exchange inside a CUDA graph capture: "
+                    "run the same group once before"
+                )
+            digests = [
+                int.from_bytes(text, "little") for text in self._channel.all_gather(digest.to_bytes(8, "little"))
+            ]
+            self._agreed.add(digest)
+        others = [rank for rank, other in enumerate(digests) if other != digest]
+        if others:
+            raise MismatchError(
+                f"rank {self.rank} (c10d): rank(s) {', '.join(map(str, others))} submitted another "
+                "tag, shape, dtype, plan or order "
+                f"than {submission.tag!r}, {submission.exchange}"
+            )
+
+
+def _outgoing(exchange: Exchange, rank: int, peer: int) -> Region:
+    """The part of the input of ``rank`` that goes to ``peer``."""
+    if exchange.direction == "scatter_heads":
+        return (slice(None), slice(None), slice(*exchange.heads[peer]), slice(None))
+    start = exchange.seq_start(peer)
+    return (slice(None), slice(start, start + exchange.seq_lens[peer]), slice(None), slice(None))
+
+
+def _incoming(exchange: Exchange, rank: int, peer: int) -> tuple[Region, torch.Size]:
+    """Where in the output of ``rank`` the part from ``peer`` belongs, and its shape."""
+    if exchange.direction == "scatter_heads":
+        start, count = exchange.seq_start(peer), exchange.seq_lens[peer]
+        shape = (exchange.batch, count, exchange.head_count(rank), exchange.head_dim)
+        return (slice(None), slice(start, start + count), slice(None), slice(None)), torch.Size(shape)
+    start, count = exchange.head_slot(peer), exchange.head_count(peer)
+    shape = (exchange.batch, exchange.seq_lens[rank], count, exchange.head_dim)
+    return (slice(None), slice(None), slice(start, start + count), slice(None)), torch.Size(shape)

@@ -1,0 +1,149 @@
+"""How memory becomes addressable by every rank of a group. One interface, three kinds of memory."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+from .rendezvous import Channel
+from .torch_compat import tensor_at
+
+_GRANULE_BYTES = {"cpu": 4096, "cuda": 2 << 20}
+
+
+@dataclass
+class PeerBuffer:
+    """A buffer on every rank: this rank's as a uint8 tensor, everybody's by address as mapped in this process.
+
+    It lives as long as this object does: dropping it unmaps the peers' buffers and frees this rank's.
+    """
+
+    base: torch.Tensor
+    addresses: list[int]
+    owner: object
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.numel()
+
+
+class Mapping(Protocol):
+    def allocate(self, nbytes: int) -> PeerBuffer:
+        """Allocate at least ``nbytes`` on every rank, zeroed. Collective: equal calls in the same order on all ranks.
+
+        Raises TargetError on every rank when it fails on one.
+        """
+
+
+def rounded(nbytes: int, device: torch.device) -> int:
+    """The size that is allocated when ``nbytes`` are asked for: equal on all ranks when ``nbytes`` is."""
+    granule = _GRANULE_BYTES[device.type]
+    return max(1, -(-nbytes // granule)) * granule
+
+
+class SharedMemory:
+    """POSIX shared memory. Names are random, and gone as soon as every rank has mapped them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def allocate(self, nbytes: int) -> PeerBuffer:
+        size = rounded(nbytes, torch.device("cpu"))
+        own_name = segment_name()
+        segments: list[_C.SharedSegment] = []
+        try:
+
+            def create() -> bytes:
+                segments.append(_C.SharedSegment.create(own_name, size))
+                return own_name.encode()
+
+            names = self._channel.gather_results(f"allocating {size} bytes of shared memory", create)
+            own = segments.pop()
+
+            def open_peers() -> None:
+                for peer, name in enumerate(names):
+                    segments.append(own if peer == self._channel.rank else _C.SharedSegment.open(name.decode(), size))
+
+            self._channel.vote("mapping shared memory", open_peers)
+        finally:
+            _C.SharedSegment.unlink(own_name)
+        base = torch.frombuffer(own, dtype=torch.uint8)
+        return PeerBuffer(base, [segment.address for segment in segments], segments)
+
+
+class SymmetricMemory:
+    """torch Symmetric Memory with its CUDA backend."""
+
+    def __init__(self, channel: Channel, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._channel = channel
+        self._group = group
+        self._device = device
+
+    def allocate(self, nbytes: int) -> PeerBuffer:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        size = rounded(nbytes, self._device)
+        tensors: list[torch.Tensor] = []
+        addresses: list[int] = []
+        handles: list[object] = []
+
+        def create() -> None:
+            tensors.append(symm_mem.empty(size, dtype=torch.uint8, device=self._device).zero_())
+            torch.cuda.synchronize(self._device)
+
+        def rendezvous() -> None:
+            handle = symm_mem.rendezvous(tensors[0], self._group)
+            handles.append(handle)
+            for peer in range(self._channel.world_size):
+                own = peer == self._channel.rank
+                # The remote tensor's own address: a buffer may lie at an offset in its allocation.
+                remote = tensors[0] if own else handle.get_remote_tensor(peer, (size,), torch.uint8)
+                addresses.append(remote.data_ptr())
+
+        # Rendezvous is collective itself, so no rank may enter it before all have their memory.
+        self._channel.vote(f"allocating {size} bytes of symmetric memory", create)
+        self._channel.vote("the rendezvous of symmetric memory", rendezvous)
+        return PeerBuffer(tensors[0], addresses, handles)
+
+
+class CudaIpc:
+    """Device memory shared by CUDA IPC handles."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self._channel = channel
+        self._device = device
+
+    def allocate(self, nbytes: int) -> PeerBuffer:
+        size = rounded(nbytes, self._device)
+        own: list[_C.CudaIpcBuffer] = []
+        mappings: list[_C.CudaIpcMapping] = []
+        addresses: list[int] = []
+
+        def create() -> bytes:
+            with torch.cuda.device(self._device):
+                own.append(_C.CudaIpcBuffer(size))
+            return own[0].handle()
+
+        def open_peers() -> None:
+            with torch.cuda.device(self._device):
+                for peer, handle in enumerate(handles):
+                    if peer == self._channel.rank:
+                        addresses.append(own[0].address)
+                    else:
+                        mappings.append(_C.CudaIpcMapping(handle, size))
+                        addresses.append(mappings[-1].address)
+
+        handles = self._channel.gather_results(f"allocating {size} bytes of device memory", create)
+        self._channel.vote("opening CUDA IPC handles", open_peers)
+        base = tensor_at(own[0].address, size, (size,), torch.uint8, self._device)
+        return PeerBuffer(base, addresses, (own, mappings))
+
+
+def segment_name() -> str:
+    """A name for shared memory that nobody can guess."""
+    return f"/ulysses_op-{secrets.token_hex(16)}"

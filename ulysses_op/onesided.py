@@ -1,0 +1,250 @@
+"""The engine of the backends whose peers write each other's targets: symm_mem, cuda_ipc and shm share this protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _C
+from .errors import BrokenCommunicatorError, MismatchError, PeerAbortError, PeerTimeoutError
+from .exchange_group import ExchangeGroup, Submission
+from .layout import Exchange
+from .loans import LoanKey, Loans
+from .mapping import Mapping, PeerBuffer
+from .targets import TargetCache, TargetKey
+
+_test_skip: frozenset[str] = frozenset()
+"""Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
+
+
+class OneSidedEngine:
+    """Moves submissions into the peers' targets. READY and DONE are signalled once a group, whatever it holds."""
+
+    own_slice_stream = "side"
+
+    def __init__(
+        self, backend: str, rank: int, world_size: int, device: torch.device, mapping: Mapping, max_targets: int
+    ) -> None:
+        """Collective: maps the signal pads. Raises TargetError on every rank when it fails on one."""
+        self.backend = backend
+        self.rank = rank
+        self.world_size = world_size
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._pads = mapping.allocate(_C.CudaTransport.pad_bytes(world_size)) if self._cuda else None
+        self._transport: Any = None
+        self._targets = TargetCache(mapping, max_targets, self._quiesce)
+        self._loans = Loans(device)
+        self._plans: dict[tuple[Exchange, tuple[int, ...], int], _C.CopyPlan] = {}
+        self._capture_id = 0
+        # Streams on which results of a tag may be read: its target is not written again before they get there.
+        self._readers: dict[LoanKey, dict[int, torch.cuda.Stream]] = {}
+        self._submit_streams: set[int] = set()
+
+    def start(self, board: _C.Board, timeout_s: float) -> None:
+        """Local: streams and threads."""
+        skip_ready, skip_done = "ready" in _test_skip, "done" in _test_skip
+        if self._pads is None:
+            self._transport = _C.ShmTransport(board, timeout_s, skip_ready, skip_done)
+            return
+        with torch.cuda.device(self._device):
+            self._transport = _C.CudaTransport(board, self._pads.addresses, timeout_s, skip_ready, skip_done)
+        self._copy_stream = torch.cuda.ExternalStream(self._transport.copy_stream, self._device)
+        self._own_stream = torch.cuda.ExternalStream(self._transport.own_stream, self._device)
+
+    def prepare(self, group: ExchangeGroup, submission: Submission) -> None:
+        """What may still fail, or involve the host of every rank, before anything of this submission moves."""
+        if self._cuda and not group.submissions:
+            stream = torch.cuda.current_stream(self._device)
+            self._capture_id = self._transport.capture_id(stream.cuda_stream)
+        exchange, x = submission.exchange, submission.x
+        key = TargetKey(submission.tag, exchange.direction, x.dtype)
+        nbytes = exchange.max_output_numel * x.element_size()
+        if self._capture_id:
+            target = self._targets.pinned(self._capture_id, key, nbytes)
+        else:
+            in_use = [TargetKey(s.tag, s.exchange.direction, s.x.dtype) for s in group.submissions]
+            target = self._targets.get(key, nbytes, in_use)
+        source = x.detach()
+        if not _C.rows_dense(source.shape, source.stride()):
+            source = source.contiguous()
+        submission.state = _InTransit(target, source)
+
+    def submit(self, group: ExchangeGroup, submission: Submission) -> None:
+        state: _InTransit = submission.state
+        plan = self._plan(submission.exchange, state.source)
+        if not self._cuda:
+            if not group.submissions:
+                self._transport.begin(submission.digest)
+            self._transport.put(plan, state.source.data_ptr(), state.target.addresses)
+            return
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        capturing = self._capture_id != 0
+        if not group.submissions:
+            self._submit_streams.clear()
+            self._transport.begin(submission.digest, stream, self._end_loans(group, stream), capturing)
+        self._submit_streams.add(stream)
+        exchange = submission.exchange
+        shape = exchange.output_shape(self.rank)
+        if submission.owned or not self._loans.possible:
+            state.result = torch.empty(shape, dtype=state.source.dtype, device=self._device)
+        else:
+            key = (self._capture_id, submission.tag)
+            state.result = self._loans.lend(key, state.target, self.rank, shape, state.source.dtype)
+            state.lent = True
+        self._transport.put(plan, state.source.data_ptr(), state.target.addresses, stream, capturing)
+        own = state.source[exchange.own_source(self.rank)]
+        if self.own_slice_stream == "side":
+            with torch.cuda.stream(self._own_stream):
+                state.result[exchange.own_dest(self.rank)].copy_(own)
+        else:
+            state.result[exchange.own_dest(self.rank)].copy_(own)
+
+    def finish(self, group: ExchangeGroup) -> None:
+        if self._cuda:
+            self._transport.end(group.done_digest(), self._capture_id != 0)
+        else:
+            self._transport.end(group.done_digest())
+
+    def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
+        return self._deliver_cuda(group) if self._cuda else self._deliver_cpu(group)
+
+    def abandon(self, group: ExchangeGroup) -> None:
+        """Results of a finished group that nobody waits for: its inputs may be freed when this returns."""
+        if self._cuda:
+            self._transport.wait(torch.cuda.current_stream(self._device).cuda_stream, self._capture_id != 0)
+        else:
+            self._transport.wait()
+
+    def check(self, group: ExchangeGroup | None) -> None:
+        """Raise if the exchange has failed, here or on a peer that told this rank."""
+        failure = self._transport.failure()
+        if failure is not None:
+            raise _error_of(failure, self.rank, self.backend, group)
+
+    def abort(self, message: str) -> None:
+        self._transport.abort(f"rank {self.rank}: {message}")
+
+    def close(self, grace_s: float) -> None:
+        self._loans.end(self._loans.keys(), "its communicator was closed")
+        if self._transport is not None:
+            self._transport.shutdown(grace_s)
+        self._targets.clear()
+        self._pads = None
+
+    def _plan(self, exchange: Exchange, source: torch.Tensor) -> _C.CopyPlan:
+        key = (exchange, source.stride(), source.element_size())
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= 1024:
+                self._plans.clear()
+            plan = self._plans[key] = _C.make_copy_plan(
+                exchange.direction,
+                source.shape,
+                source.stride(),
+                source.element_size(),
+                exchange.heads,
+                exchange.seq_lens,
+                self.rank,
+            )
+        return plan
+
+    def _end_loans(self, group: ExchangeGroup, stream: int) -> list[int]:
+        """End the loans that the group's targets are under; the streams that READY has to stand behind."""
+        here = self._capture_id
+        keys = {key for key in (*self._loans.keys(), *self._readers) if key[0] == here}
+        if group.tags:
+            keys &= {(here, tag) for tag in group.tags}
+        self._loans.end(keys, "a later group of the same communicator has begun")
+        readers: dict[int, torch.cuda.Stream] = {}
+        for key in keys:
+            readers.update(self._readers.pop(key, {}))
+        readers.pop(stream, None)
+        return list(readers)
+
+    def _deliver_cuda(self, group: ExchangeGroup) -> list[torch.Tensor]:
+        stream = torch.cuda.current_stream(self._device)
+        self._transport.wait(stream.cuda_stream, self._capture_id != 0)
+        differentiable = any(submission.differentiable for submission in group.submissions)
+        results = []
+        for submission in group.submissions:
+            state: _InTransit = submission.state
+            self._readers.setdefault((self._capture_id, submission.tag), {})[stream.cuda_stream] = stream
+            if self._submit_streams != {stream.cuda_stream}:
+                # The caller's stream orders the reuse of the inputs' memory only where it is the one that waits.
+                state.source.record_stream(self._copy_stream)
+                state.source.record_stream(self._own_stream)
+            result = state.result
+            assert result is not None
+            if not state.lent:
+                self._copy_out(submission, result)
+            elif differentiable:
+                result = result.clone()
+            results.append(result)
+        return results
+
+    def _deliver_cpu(self, group: ExchangeGroup) -> list[torch.Tensor]:
+        results = []
+        # The own slices are copied while the copy thread and the peers are at work.
+        for submission in group.submissions:
+            exchange, source = submission.exchange, submission.state.source
+            result = torch.empty(exchange.output_shape(self.rank), dtype=source.dtype)
+            result[exchange.own_dest(self.rank)].copy_(source[exchange.own_source(self.rank)])
+            results.append(result)
+        self._transport.wait()
+        self.check(group)
+        for submission, result in zip(group.submissions, results, strict=True):
+            self._copy_out(submission, result)
+        self.check(group)  # a peer that gave up meanwhile may have gone on writing
+        return results
+
+    def _copy_out(self, submission: Submission, result: torch.Tensor) -> None:
+        exchange, target = submission.exchange, submission.state.target
+        nbytes = result.numel() * result.element_size()
+        view = target.base[:nbytes].view(result.dtype).view(result.shape)
+        for region in exchange.peer_dests(self.rank):
+            result[region].copy_(view[region])
+
+    def _quiesce(self) -> None:
+        self._loans.end(self._loans.keys(), "its target was replaced by a larger one, or evicted")
+        self._readers.clear()
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        else:
+            self._transport.wait()
+
+
+class _InTransit:
+    """A submission between submit and wait. ``source`` is the input, or a copy of it whose rows are dense."""
+
+    __slots__ = ("lent", "result", "source", "target")
+
+    def __init__(self, target: PeerBuffer, source: torch.Tensor) -> None:
+        self.target = target
+        self.source = source
+        self.result: torch.Tensor | None = None
+        self.lent = False
+
+
+def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup | None) -> BrokenCommunicatorError:
+    """What a transport reports, as the error that the caller sees."""
+    where = f"rank {rank} ({backend}), group of {group.describe()}" if group is not None else f"rank {rank} ({backend})"
+    signal = f" at {failure.signal}" if failure.signal else ""
+    if failure.message:
+        text = f"{where}{signal}: a peer gave up, what it sent since is void: {failure.message}"
+    else:
+        peers = f"rank(s) {', '.join(map(str, failure.peers))}"
+        what = {
+            "mismatch": f"{peers} submitted another tag, shape, dtype, plan or order",
+            "peer_gone": f"the process of {peers} has ended",
+            "timeout": f"{peers} did not signal within {failure.seconds:.1f} s",
+        }.get(failure.kind, f"{peers}: {failure.kind}")
+        text = f"{where}{signal}: {what}"
+    kinds = {
+        "mismatch": MismatchError,
+        "peer_gone": PeerTimeoutError,
+        "timeout": PeerTimeoutError,
+        "driver": BrokenCommunicatorError,
+    }
+    return kinds.get(failure.kind, PeerAbortError)(text)

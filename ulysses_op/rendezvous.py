@@ -1,0 +1,100 @@
+"""How the ranks of a group tell each other small things on the host: bounded in time, without the GPU, without
+pickles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .errors import PeerTimeoutError, TargetError
+from .torch_compat import group_device_types
+
+_MESSAGE_BYTES = 8192
+
+
+def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float) -> list[bytes]:
+    """Every rank's ``payload`` (at most 8188 bytes), by one collective of the process group.
+
+    Used once a communicator, to agree on a key prefix that no earlier communicator has used; then :class:`Channel`
+    takes over.
+
+    Raises PeerTimeoutError when some rank does not take part within ``timeout_s``.
+    """
+    if len(payload) > _MESSAGE_BYTES - 4:
+        raise ValueError(f"payload has {len(payload)} bytes, at most {_MESSAGE_BYTES - 4} fit")
+    types = group_device_types(group)
+    device = torch.device("cpu") if "cpu" in types else torch.device("cuda", torch.cuda.current_device())
+    message = len(payload).to_bytes(4, "little") + payload
+    own = torch.frombuffer(bytearray(message.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    work = dist.all_gather(gathered, own, group=group, async_op=True)
+    assert work is not None
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(
+                f"rank {group.rank()}: not every rank of the group built its communicator within {timeout_s} s"
+            )
+        time.sleep(0.0002)
+    work.wait()
+    messages = [bytes(tensor.cpu().numpy()) for tensor in gathered]
+    return [text[4 : 4 + int.from_bytes(text[:4], "little")] for text in messages]
+
+
+class Channel:
+    """All-gathers of byte strings through the group's store. Every rank makes the same calls in the same order."""
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = dist.PrefixStore(f"ulysses_op/{prefix}", store)
+        self._timeout_s = timeout_s
+        self._round = 0
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order. Raises PeerTimeoutError that names the ranks that are missing."""
+        self._round += 1
+        keys = [f"{self._round}/{peer}" for peer in range(self.world_size)]
+        self._store.set(keys[self.rank], b"\0" + payload)  # type: ignore[arg-type]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            missing = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
+            raise PeerTimeoutError(
+                f"rank {self.rank}: rank(s) {missing} did not take part in a rendezvous within {self._timeout_s} s"
+            ) from error
+        payloads = [bytes(self._store.get(key))[1:] for key in keys]
+        # A rank is in this round only once it has read the one before, and all ranks are in this one.
+        if self._round > 1:
+            self._store.delete_key(f"{self._round - 1}/{self.rank}")
+        return payloads
+
+    def gather_results(self, what: str, attempt: Callable[[], bytes]) -> list[bytes]:
+        """All-gather what ``attempt`` returns on each rank; where it raised on some rank, raise TargetError on all."""
+        try:
+            payload = b"+" + attempt()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            payload = b"-" + f"{type(error).__name__}: {error}".encode()[:4096]
+        results = self.all_gather(payload)
+        errors = [
+            f"rank {peer}: {result[1:].decode(errors='replace')}"
+            for peer, result in enumerate(results)
+            if result[:1] != b"+"
+        ]
+        if errors:
+            raise TargetError(f"{what} failed on {'; '.join(errors)}")
+        return [result[1:] for result in results]
+
+    def vote(self, what: str, attempt: Callable[[], object]) -> None:
+        """Run ``attempt`` on each rank; where it raised on some rank, raise TargetError on all."""
+
+        def run() -> bytes:
+            attempt()
+            return b""
+
+        self.gather_results(what, run)

@@ -1,0 +1,93 @@
+"""The persistent buffers that peers write: found by tag, growing, bounded in number, pinned where a CUDA graph uses
+them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+
+from .layout import Direction
+from .mapping import Mapping, PeerBuffer
+
+
+class TargetKey(NamedTuple):
+    """What makes two submissions use the same target. The device is the communicator's."""
+
+    tag: str
+    direction: Direction
+    dtype: torch.dtype
+
+
+class TargetCache:
+    """At most ``max_targets`` targets, least recently used out first, and any number of pinned ones.
+
+    All calls are collective: keys, sizes and order are equal on all ranks, so hits, misses and evictions are too.
+    ``quiesce`` returns once nothing on this rank uses any target any more; it runs before a target is unmapped.
+    """
+
+    def __init__(self, mapping: Mapping, max_targets: int, quiesce: Callable[[], None]) -> None:
+        self._mapping = mapping
+        self._max_targets = max_targets
+        self._quiesce = quiesce
+        self._targets: OrderedDict[TargetKey, PeerBuffer] = OrderedDict()
+        self._pinned: dict[tuple[int, TargetKey], PeerBuffer] = {}
+
+    def get(self, key: TargetKey, nbytes: int, in_use: Collection[TargetKey]) -> PeerBuffer:
+        """The target of ``key`` with room for ``nbytes``; brought up or grown where there is none.
+
+        ``in_use`` are the keys of the group that is open: they are not evicted. Raises TargetError on every rank when
+        one cannot allocate or map; the cache then is as it was before.
+        """
+        target = self._targets.get(key)
+        if target is not None and target.nbytes >= nbytes:
+            self._targets.move_to_end(key)
+            return target
+        evicted = [] if target is not None else self._to_evict(key, in_use)
+        if target is not None or evicted:
+            self._quiesce()
+        # The new one is mapped on all ranks before the old ones go: a failure leaves everything in place.
+        fresh = self._mapping.allocate(nbytes)
+        for name in evicted:
+            del self._targets[name]
+        self._targets[key] = fresh
+        self._targets.move_to_end(key)
+        return fresh
+
+    def pinned(self, capture_id: int, key: TargetKey, nbytes: int) -> PeerBuffer:
+        """The target of ``key`` in one CUDA graph capture: taken out of the cache for good at its first use there.
+
+        Raises RuntimeError if none is there to take: nothing can be allocated inside a capture.
+        """
+        target = self._pinned.get((capture_id, key))
+        if target is None and key in self._targets and self._targets[key].nbytes >= nbytes:
+            target = self._pinned[(capture_id, key)] = self._targets.pop(key)
+        if target is None or target.nbytes < nbytes:
+            raise RuntimeError(
+                f"no target of {nbytes} bytes for tag {key.tag!r} ({key.direction}, {key.dtype}) is "
+                "there to be captured: run the "
+                "same group with these shapes once, outside of the capture and before each capture"
+            )
+        return target
+
+    def clear(self) -> None:
+        self._targets.clear()
+        self._pinned.clear()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def _to_evict(self, key: TargetKey, in_use: Collection[TargetKey]) -> list[TargetKey]:
+        excess = len(self._targets) + 1 - self._max_targets
+        if excess <= 0:
+            return []
+        candidates = [name for name in self._targets if name not in in_use and name != key]
+        if len(candidates) < excess:
+            raise ValueError(
+                f"a group with {len(in_use) + 1} tags needs as many targets, but max_targets is {self._max_targets}: "
+                "create the communicator with a larger max_targets"
+            )
+        return candidates[:excess]

@@ -1,0 +1,42 @@
+"""Parts of torch whose names or presence differ between the supported versions (2.11 to 2.14)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store that ``group`` was made with, over a connection of its own where the store can be cloned.
+
+    A blocking wait on a shared connection would hold up its other users, NCCL's heartbeat among them.
+    """
+    store = distributed_c10d._get_process_group_store(group)
+    try:
+        return store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
+
+
+def group_device_types(group: dist.ProcessGroup) -> set[str]:
+    """Device types that ``group`` has a backend for."""
+    return {device.type for device in group._device_types}
+
+
+def can_invalidate_storage() -> bool:
+    """Whether a storage can be made to raise on access. Only CUDA builds have this."""
+    return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
+
+
+def invalidate_storage(storage: torch.UntypedStorage, message: str) -> None:
+    """Make every access to the storage's data raise RuntimeError(message), through any tensor that views it."""
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def tensor_at(
+    address: int, nbytes: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A contiguous tensor on memory that somebody else owns, with a storage of its own."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload]
