@@ -109,11 +109,11 @@ class C10dEngine:
         digest = hash((submission.digest, tuple(earlier.digest for earlier in group.submissions))) & (2**63 - 1)
         if self._device.type == "cpu":
             own = torch.tensor([digest], dtype=torch.int64)
-            gathered = torch.empty(self.world_size, dtype=torch.int64)
-            work = dist.all_gather_into_tensor(gathered, own, group=self._group, async_op=True)
+            gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+            work = dist.all_gather(gathered, own, group=self._group, async_op=True)
             assert work is not None
             self._await(work, submission.tag)
-            digests = gathered.tolist()
+            digests = [int(tensor) for tensor in gathered]
         elif digest in self._agreed:
             return
         else:

@@ -210,7 +210,7 @@ inline await(kind, v, handshake) {
 #ifdef WATCHED
   awaits[r] = handshake;
 #endif
-#ifdef COARSE
+#ifdef COARSE_SLOTS
   d_step {
     ALL_ARRIVED(kind, r, v);
 #ifdef WATCHED
@@ -239,7 +239,7 @@ inline await(kind, v, handshake) {
 /* Write 0 to every own slot. */
 inline reset(kind) {
 #ifndef NO_RESET
-#ifdef COARSE
+#ifdef COARSE_SLOTS
   d_step {
     i = 1;
     do
@@ -399,6 +399,16 @@ proctype Compute(byte r) {
 #if defined(SPLIT) && !defined(NO_JOIN_OWN)
        event_w[r] >= g - 1;
 #endif
+#if defined(COARSE) && !defined(SPLIT)
+       d_step {
+         do
+         :: t < K -> write_own(t); t++
+         :: else -> break
+         od;
+         t = 0;
+         event_s[r] = INPUT(g, K - 1)
+       };
+#else
 #ifdef OWN_EARLY
        d_step { write_own(0) };
 #endif
@@ -420,6 +430,7 @@ proctype Compute(byte r) {
        :: else -> break
        od;
        t = 0;
+#endif
 #ifndef SPLIT
        consume();
 #endif
@@ -456,7 +467,7 @@ inline write_abort_words() {
   i = 1;
   do
   :: d_step { i < P -> abort_word[PEER(r, i)] = true; i++ }
-  :: else -> break
+  :: i == P -> break
   od;
   i = 0
 #else
@@ -474,19 +485,34 @@ proctype Watchdog(byte r) {
   {
     do
     :: drained[r] -> break
-    :: d_step { !drained[r] && STUCK(r) && TIME_OUT(r) -> handshake = awaits[r] };
-       if
-       :: gave_up[r]
-       :: else ->
-          gave_up[r] = true;
+    :: d_step {
+         !drained[r] && STUCK(r) && TIME_OUT(r) ->
+         handshake = awaits[r];
+         gave_up[r] = true
+       };
 #ifndef ABORT_LATE
-          write_abort_words()
+       write_abort_words();
 #endif
-       fi;
 #ifdef STOP_AT_RELEASE
        assert(ALL_VOID);
        break;
 #endif
+#ifdef COARSE_SLOTS
+       d_step {
+         i = 1;
+         do
+         :: i < P ->
+            if
+            :: handshake % 2 == 1 -> pad[SLOT(READY, r, PEER(r, i))] = R(r, (handshake + 1) / 2)
+            :: else -> pad[SLOT(DONE, r, PEER(r, i))] = D(r, handshake / 2)
+            fi;
+            i++
+         :: else -> break
+         od;
+         i = 0;
+         handshake = 0
+       };
+#else
        i = 1;
        do
        :: d_step {
@@ -501,6 +527,7 @@ proctype Watchdog(byte r) {
        od;
        i = 0;
        handshake = 0;
+#endif
 #ifdef ABORT_LATE
        write_abort_words()
 #endif
