@@ -116,22 +116,24 @@ void bind_cuda(py::module_& m) {
       .def_readonly("driver_version", &CudaDeviceFacts::driver_version)
       .def_readonly("stream_memory_operations", &CudaDeviceFacts::stream_memory_operations)
       .def_readonly("copy_engines", &CudaDeviceFacts::copy_engines);
+  m.def("cuda_current_context", &cuda_current_context);
   m.def("cuda_device_facts", &cuda_device_facts, py::arg("bus_id"));
   m.def("cuda_can_access_peer", &cuda_can_access_peer, py::arg("bus_id"), py::arg("peer_bus_id"));
   py::class_<CudaIpcBuffer, std::shared_ptr<CudaIpcBuffer>>(m, "CudaIpcBuffer")
-      .def(py::init<size_t>(), py::arg("size_bytes"), Release())
+      .def(py::init<uintptr_t, size_t>(), py::arg("context"), py::arg("size_bytes"), Release())
       .def_property_readonly("address", &CudaIpcBuffer::address)
       .def("handle", [](const CudaIpcBuffer& self) { return py::bytes(self.handle()); });
   py::class_<CudaIpcMapping, std::shared_ptr<CudaIpcMapping>>(m, "CudaIpcMapping")
-      .def(py::init([](const py::bytes& handle, size_t size) {
-             return std::make_shared<CudaIpcMapping>(static_cast<std::string>(handle), size);
+      .def(py::init([](uintptr_t context, const py::bytes& handle, size_t size) {
+             return std::make_shared<CudaIpcMapping>(context, static_cast<std::string>(handle), size);
            }),
-           py::arg("handle"), py::arg("size_bytes"))
+           py::arg("context"), py::arg("handle"), py::arg("size_bytes"))
       .def_property_readonly("address", &CudaIpcMapping::address);
   py::class_<CudaTransport>(m, "CudaTransport")
       .def_static("pad_bytes", &CudaTransport::pad_bytes, py::arg("world_size"))
-      .def(py::init<std::shared_ptr<Board>, std::vector<uintptr_t>, double, bool, bool>(), py::arg("board"),
-           py::arg("pads"), py::arg("timeout_s"), py::arg("skip_ready"), py::arg("skip_done"))
+      .def(py::init<uintptr_t, std::shared_ptr<Board>, std::vector<uintptr_t>, double, bool, bool>(),
+           py::arg("context"), py::arg("board"), py::arg("pads"), py::arg("timeout_s"), py::arg("skip_ready"),
+           py::arg("skip_done"))
       .def_property_readonly("copy_stream", &CudaTransport::copy_stream)
       .def_property_readonly("own_stream", &CudaTransport::own_stream)
       .def("capture_id", &CudaTransport::capture_id, py::arg("stream"))

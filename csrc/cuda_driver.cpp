@@ -37,13 +37,6 @@ CUdevice device_of(const std::string& bus_id) {
   return device;
 }
 
-CUcontext current_context() {
-  CUcontext context = nullptr;
-  ULYSSES_CUDA(cuCtxGetCurrent, &context);
-  if (context == nullptr) throw std::runtime_error("no CUDA context is current");
-  return context;
-}
-
 }  // namespace
 
 const CudaDriver& CudaDriver::get() {
@@ -76,6 +69,13 @@ CudaContextGuard::~CudaContextGuard() {
   if (pushed_) CudaDriver::get().p_cuCtxPopCurrent(&popped);
 }
 
+uintptr_t cuda_current_context() {
+  CUcontext context = nullptr;
+  ULYSSES_CUDA(cuCtxGetCurrent, &context);
+  if (context == nullptr) throw std::runtime_error("no CUDA context is current");
+  return reinterpret_cast<uintptr_t>(context);
+}
+
 CudaDeviceFacts cuda_device_facts(const std::string& bus_id) {
   const CUdevice device = device_of(bus_id);
   CudaDeviceFacts facts;
@@ -91,7 +91,9 @@ bool cuda_can_access_peer(const std::string& bus_id, const std::string& peer_bus
   return can_access != 0;
 }
 
-CudaIpcBuffer::CudaIpcBuffer(size_t size_bytes) : context_(current_context()), size_bytes_(size_bytes) {
+CudaIpcBuffer::CudaIpcBuffer(uintptr_t context, size_t size_bytes)
+    : context_(reinterpret_cast<CUcontext>(context)), size_bytes_(size_bytes) {
+  CudaContextGuard guard(context_);
   ULYSSES_CUDA(cuMemAlloc, &address_, size_bytes);
   try {
     ULYSSES_CUDA(cuMemsetD8, address_, 0, size_bytes);
@@ -123,7 +125,9 @@ std::string CudaIpcBuffer::handle() const {
   return text;
 }
 
-CudaIpcMapping::CudaIpcMapping(const std::string& handle, size_t size_bytes) : context_(current_context()) {
+CudaIpcMapping::CudaIpcMapping(uintptr_t context, const std::string& handle, size_t size_bytes)
+    : context_(reinterpret_cast<CUcontext>(context)) {
+  CudaContextGuard guard(context_);
   if (handle.size() != CudaIpcBuffer::kHandleBytes) throw std::runtime_error("CUDA IPC handle has the wrong length");
   CUipcMemHandle ipc{};
   uint64_t numbers[2];

@@ -13,14 +13,16 @@ namespace ulysses {
 // Entry points by their exported names: the header's macros choose the version that the header's prototypes describe.
 #define ULYSSES_CUDA_ENTRY_POINTS(X)                                                                                   \
   X(cuInit)                                                                                                            \
-  X(cuGetErrorName) X(cuDriverGetVersion) X(cuDeviceGet) X(cuDeviceGetAttribute) X(cuDeviceGetByPCIBusId)              \
-      X(cuDeviceCanAccessPeer) X(cuCtxGetCurrent) X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuCtxSetCurrent)            \
-          X(cuCtxGetStreamPriorityRange) X(cuStreamCreateWithPriority) X(cuStreamDestroy) X(cuStreamQuery)             \
-              X(cuStreamSynchronize) X(cuStreamGetCaptureInfo) X(cuStreamWaitEvent) X(cuStreamBatchMemOp)              \
-                  X(cuStreamWriteValue64) X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventQuery)          \
-                      X(cuMemcpy2DAsync) X(cuMemcpyAsync) X(cuMemcpyDtoHAsync) X(cuMemsetD8) X(cuMemAlloc)             \
-                          X(cuMemFree) X(cuMemAllocHost) X(cuMemFreeHost) X(cuMemGetAddressRange) X(cuIpcGetMemHandle) \
-                              X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle) X(cuThreadExchangeStreamCaptureMode)
+  X(cuGetErrorName)                                                                                                    \
+  X(cuDriverGetVersion)                                                                                                \
+  X(cuDeviceGet) X(cuDeviceGetAttribute) X(cuDeviceGetByPCIBusId) X(cuDeviceCanAccessPeer) X(cuCtxGetCurrent)          \
+      X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuCtxSetCurrent) X(cuCtxGetStreamPriorityRange)                         \
+          X(cuStreamCreateWithPriority) X(cuStreamDestroy) X(cuStreamQuery) X(cuStreamSynchronize)                     \
+              X(cuStreamGetCaptureInfo) X(cuStreamWaitEvent) X(cuStreamBatchMemOp) X(cuStreamWriteValue64)             \
+                  X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventQuery) X(cuMemcpy2DAsync)               \
+                      X(cuMemcpyAsync) X(cuMemcpyDtoHAsync) X(cuMemsetD8) X(cuMemAlloc) X(cuMemFree) X(cuMemAllocHost) \
+                          X(cuMemFreeHost) X(cuMemGetAddressRange) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle)          \
+                              X(cuIpcCloseMemHandle) X(cuThreadExchangeStreamCaptureMode)
 
 struct CudaDriver {
 #define ULYSSES_DECLARE(name) decltype(&::name) p_##name = nullptr;
@@ -48,6 +50,9 @@ class CudaContextGuard {
   bool pushed_ = false;
 };
 
+// The context that is current on this thread, as an integer for Python to keep; throws when there is none.
+uintptr_t cuda_current_context();
+
 // What a device can do for this library, by its PCI bus id ("0000:1B:00.0").
 struct CudaDeviceFacts {
   int driver_version = 0;
@@ -62,7 +67,7 @@ bool cuda_can_access_peer(const std::string& bus_id, const std::string& peer_bus
 // (expandable segments) do not concern it. Zeroed. Freed on destruction.
 class CudaIpcBuffer {
  public:
-  explicit CudaIpcBuffer(size_t size_bytes);
+  CudaIpcBuffer(uintptr_t context, size_t size_bytes);
   ~CudaIpcBuffer();
   CudaIpcBuffer(const CudaIpcBuffer&) = delete;
   CudaIpcBuffer& operator=(const CudaIpcBuffer&) = delete;
@@ -76,7 +81,7 @@ class CudaIpcBuffer {
   static constexpr size_t kHandleBytes = CU_IPC_HANDLE_SIZE + 16;
 
  private:
-  CUcontext context_ = nullptr;
+  CUcontext context_;
   CUdeviceptr address_ = 0;
   size_t size_bytes_;
 };
@@ -85,7 +90,7 @@ class CudaIpcBuffer {
 class CudaIpcMapping {
  public:
   // Throws std::runtime_error unless the handle has kHandleBytes and describes size_bytes.
-  CudaIpcMapping(const std::string& handle, size_t size_bytes);
+  CudaIpcMapping(uintptr_t context, const std::string& handle, size_t size_bytes);
   ~CudaIpcMapping();
   CudaIpcMapping(const CudaIpcMapping&) = delete;
   CudaIpcMapping& operator=(const CudaIpcMapping&) = delete;
@@ -93,7 +98,7 @@ class CudaIpcMapping {
   uintptr_t address() const { return static_cast<uintptr_t>(base_) + offset_; }
 
  private:
-  CUcontext context_ = nullptr;
+  CUcontext context_;
   CUdeviceptr base_ = 0;
   size_t offset_ = 0;
 };

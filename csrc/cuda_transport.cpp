@@ -110,17 +110,17 @@ struct CudaTransport::PadImage {
 
 size_t CudaTransport::pad_bytes(int world_size) { return (2 * static_cast<size_t>(world_size) + 2) * sizeof(uint64_t); }
 
-CudaTransport::CudaTransport(std::shared_ptr<Board> board, std::vector<uintptr_t> pads, double timeout_s,
-                             bool skip_ready, bool skip_done)
-    : board_(std::move(board)),
+CudaTransport::CudaTransport(uintptr_t context, std::shared_ptr<Board> board, std::vector<uintptr_t> pads,
+                             double timeout_s, bool skip_ready, bool skip_done)
+    : context_(reinterpret_cast<CUcontext>(context)),
+      board_(std::move(board)),
       pads_(pads.begin(), pads.end()),
       timeout_s_(timeout_s),
       skip_ready_(skip_ready),
       skip_done_(skip_done) {
   if (pads_.size() != static_cast<size_t>(board_->world_size()))
     throw std::invalid_argument("one pad a rank is needed");
-  ULYSSES_CUDA(cuCtxGetCurrent, &context_);
-  if (context_ == nullptr) throw std::runtime_error("no CUDA context is current");
+  CudaContextGuard guard(context_);
   int least = 0;
   int greatest = 0;
   ULYSSES_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);

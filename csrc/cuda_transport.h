@@ -39,11 +39,11 @@ class CudaTransport {
   // Words of 8 bytes on a pad: 2 x world_size slots, then these.
   static size_t pad_bytes(int world_size);
 
-  // Uses the context that is current. `pads` holds every rank's pad as mapped here, all of them zero before any rank
-  // constructs its transport. skip_ready and skip_done leave a handshake out: only for tests that show what it
-  // protects.
-  CudaTransport(std::shared_ptr<Board> board, std::vector<uintptr_t> pads, double timeout_s, bool skip_ready,
-                bool skip_done);
+  // `context` is the one to work in (cuda_current_context()). `pads` holds every rank's pad as mapped here, all of them
+  // zero before any rank constructs its transport. skip_ready and skip_done leave a handshake out: only for tests that
+  // show what it protects.
+  CudaTransport(uintptr_t context, std::shared_ptr<Board> board, std::vector<uintptr_t> pads, double timeout_s,
+                bool skip_ready, bool skip_done);
   ~CudaTransport();
   CudaTransport(const CudaTransport&) = delete;
   CudaTransport& operator=(const CudaTransport&) = delete;
@@ -89,12 +89,12 @@ class CudaTransport {
   void fail(Failure failure);
   void release_waits();
 
+  CUcontext context_;
   std::shared_ptr<Board> board_;
   std::vector<CUdeviceptr> pads_;
   double timeout_s_;
   bool skip_ready_;
   bool skip_done_;
-  CUcontext context_ = nullptr;
   CUstream copy_stream_ = nullptr;
   CUstream own_stream_ = nullptr;
   CUstream watch_stream_ = nullptr;

@@ -117,6 +117,7 @@ class CudaIpc:
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self._channel = channel
         self._device = device
+        self._context = cuda_context(device)
 
     def allocate(self, nbytes: int) -> PeerBuffer:
         size = rounded(nbytes, self._device)
@@ -125,23 +126,28 @@ class CudaIpc:
         addresses: list[int] = []
 
         def create() -> bytes:
-            with torch.cuda.device(self._device):
-                own.append(_C.CudaIpcBuffer(size))
+            own.append(_C.CudaIpcBuffer(self._context, size))
             return own[0].handle()
 
         def open_peers() -> None:
-            with torch.cuda.device(self._device):
-                for peer, handle in enumerate(handles):
-                    if peer == self._channel.rank:
-                        addresses.append(own[0].address)
-                    else:
-                        mappings.append(_C.CudaIpcMapping(handle, size))
-                        addresses.append(mappings[-1].address)
+            for peer, handle in enumerate(handles):
+                if peer == self._channel.rank:
+                    addresses.append(own[0].address)
+                else:
+                    mappings.append(_C.CudaIpcMapping(self._context, handle, size))
+                    addresses.append(mappings[-1].address)
 
         handles = self._channel.gather_results(f"allocating {size} bytes of device memory", create)
         self._channel.vote("opening CUDA IPC handles", open_peers)
         base = tensor_at(own[0].address, size, (size,), torch.uint8, self._device)
         return PeerBuffer(base, addresses, (own, mappings))
+
+
+def cuda_context(device: torch.device) -> int:
+    """The CUDA context that torch uses on ``device``, for threads on which it is not current yet, such as autograd's."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        return _C.cuda_current_context()
 
 
 def segment_name() -> str:

@@ -11,7 +11,7 @@ from .errors import BrokenCommunicatorError, MismatchError, PeerAbortError, Peer
 from .exchange_group import ExchangeGroup, Submission
 from .layout import Exchange
 from .loans import LoanKey, Loans
-from .mapping import Mapping, PeerBuffer
+from .mapping import Mapping, PeerBuffer, cuda_context
 from .targets import TargetCache, TargetKey
 
 _test_skip: frozenset[str] = frozenset()
@@ -48,8 +48,8 @@ class OneSidedEngine:
         if self._pads is None:
             self._transport = _C.ShmTransport(board, timeout_s, skip_ready, skip_done)
             return
-        with torch.cuda.device(self._device):
-            self._transport = _C.CudaTransport(board, self._pads.addresses, timeout_s, skip_ready, skip_done)
+        context = cuda_context(self._device)
+        self._transport = _C.CudaTransport(context, board, self._pads.addresses, timeout_s, skip_ready, skip_done)
         self._copy_stream = torch.cuda.ExternalStream(self._transport.copy_stream, self._device)
         self._own_stream = torch.cuda.ExternalStream(self._transport.own_stream, self._device)
 

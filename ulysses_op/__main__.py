@@ -1,0 +1,40 @@
+"""``python -m ulysses_op``: commands that run without writing a program."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__, doctor
+from .demo import main as demo
+
+_COMMANDS = {
+    "demo": (demo, "an attention block over a video clip, split over ranks, checked and timed"),
+    "doctor": (doctor, "which backends run here, which do not, and why"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ulysses_op", description="Ulysses sequence parallelism for PyTorch"
+    )
+    parser.add_argument("--version", action="version", version=f"ulysses_op {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, (module, summary) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_parser(command)
+        command.set_defaults(main=module.main)
+    options = parser.parse_args(argv)
+    status: int = options.main(options)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
