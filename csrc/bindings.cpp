@@ -104,7 +104,16 @@ void bind_shared_memory(py::module_& m) {
           },
           py::arg("plan"), py::arg("source"), py::arg("targets"))
       .def("end", &ShmTransport::end, py::arg("done"))
-      .def("wait", &ShmTransport::wait, Release())
+      .def(
+          "wait",
+          [](ShmTransport& self) {
+            // In slices, so that an interrupt gets through.
+            while (!self.wait_for(0.1)) {
+              py::gil_scoped_acquire gil;
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+            }
+          },
+          Release())
       .def("failure", &ShmTransport::failure)
       .def("abort", &ShmTransport::abort, py::arg("message"), Release())
       .def("shutdown", &ShmTransport::shutdown, py::arg("grace_s"), Release());

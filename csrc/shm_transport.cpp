@@ -51,12 +51,10 @@ void ShmTransport::end(uint64_t done) {
   if (!skip_done_) enqueue([this, done] { handshake(Signal::kDone, done); });
 }
 
-std::optional<Failure> ShmTransport::wait() {
-  {
-    std::unique_lock lock(mutex_);
-    idle_.wait(lock, [this] { return commands_.empty() && !running_; });
-  }
-  return failure();
+bool ShmTransport::wait_for(double timeout_s) {
+  std::unique_lock lock(mutex_);
+  return idle_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                        [this] { return commands_.empty() && !running_; });
 }
 
 std::optional<Failure> ShmTransport::failure() const {

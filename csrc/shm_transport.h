@@ -22,7 +22,7 @@ namespace ulysses {
 //   begin(r)  READY: tell every peer that this rank's targets may be written, await the same from all
 //   put       write this rank's slices into the peers' targets
 //   end(d)    DONE: tell every peer that its data is complete, await the same from all
-// wait() blocks until all of it has run. Once a command fails, later ones are dropped unrun, so nothing is written
+// wait_for() tells when all of it has run. Once a command fails, later ones are dropped unrun, so nothing is written
 // after a failure.
 class ShmTransport {
  public:
@@ -33,11 +33,12 @@ class ShmTransport {
   ShmTransport& operator=(const ShmTransport&) = delete;
 
   void begin(uint64_t ready);
-  // `targets` holds, for each rank, the address of its target in this process. The source must stay valid until wait()
-  // returns.
+  // `targets` holds, for each rank, the address of its target in this process. The source must stay valid until
+  // wait_for() returns true.
   void put(std::shared_ptr<const CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets);
   void end(uint64_t done);
-  std::optional<Failure> wait();
+  // True once nothing is queued or running; false after timeout_s.
+  bool wait_for(double timeout_s);
   // This rank's own failure, or a peer's that it has been told of.
   std::optional<Failure> failure() const;
   // Gives up: the peers are told, what is queued is dropped; returns when the copy thread touches no memory of the

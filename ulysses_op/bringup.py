@@ -113,7 +113,7 @@ def _one_sided(
     board.register_self()
     channel.all_gather(b"")
     board.watch_peers()
-    engine = OneSidedEngine(backend, channel.rank, channel.world_size, device, mapping, max_targets)
+    engine = OneSidedEngine(backend, channel, device, mapping, max_targets)
     try:
         channel.vote(f"starting {backend}", lambda: engine.start(board, timeout_s))
     except TargetError:

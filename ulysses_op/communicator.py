@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
@@ -58,9 +59,10 @@ class Communicator:
             timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S))
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, it must be positive")
-        self._group = resolve_group(group)
-        self.rank: int = self._group.rank()
-        self.world_size: int = self._group.size()
+        resolved = resolve_group(group)
+        self._group_ref = weakref.ref(resolved)  # destroy_process_group must find nobody holding on to the group
+        self.rank: int = resolved.rank()
+        self.world_size: int = resolved.size()
         if self.rank < 0:
             raise ValueError("this process is not a member of the process group")
         self._requested = backend
@@ -390,14 +392,20 @@ class Communicator:
         assert self._engine is not None
         return self._engine
 
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise RuntimeError("the communicator's process group was destroyed: create both again")
+        return group
+
     def _default_device(self) -> torch.device:
-        if torch.cuda.is_available() and "cuda" in group_device_types(self._group):
+        if torch.cuda.is_available() and "cuda" in group_device_types(self._group()):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def _build(self, device: torch.device) -> None:
         device = torch.empty(0, device=device).device  # "cuda" is the current device from now on
-        engine, decision, facts = bring_up(self._group, device, self._requested, self._max_targets, self._timeout_s)
+        engine, decision, facts = bring_up(self._group(), device, self._requested, self._max_targets, self._timeout_s)
         self._engine, self._decision, self._facts, self._device = engine, decision, facts, device
         self._release = weakref.finalize(self, _release, engine, os.getpid())
 

@@ -215,9 +215,10 @@ def describe(report: Report) -> str:
     if report.backends:
         lines += ["", "backends, the preferred first"]
     for backend, found in report.backends.items():
-        exchange = f", exchange bitwise {found.exchange} on all ranks" if found.exchange == "right" else ""
-        exchange = f", exchange WRONG: {found.reason}" if found.exchange == "wrong" else exchange
-        reason = f": {found.reason}" if found.state in ("refused", "failed") else ""
+        exchange = {"right": ", exchange bitwise right on all ranks", "wrong": ", exchange WRONG"}.get(
+            found.exchange, ""
+        )
+        reason = f": {found.reason}" if found.reason else ""
         lines.append(f"  {backend:<13} {found.state}{exchange}{reason}")
     verdict = {
         0: "ranks write straight into each other's memory",
@@ -302,7 +303,8 @@ def _exchanges_rightly(comm: Communicator, device: torch.device) -> bool:
             results = group.wait()
         for result, part in zip(results, wanted, strict=True):
             right = torch.equal(result, part[:, :, heads]) and right
-            right = torch.equal(comm.gather_heads(result, seq_lens=seq_lens), part[:, rows]) and right
+            back = comm.gather_heads(part[:, :, heads], seq_lens=seq_lens)
+            right = torch.equal(back, part[:, rows]) and right
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     comm.check()

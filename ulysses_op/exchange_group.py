@@ -118,8 +118,13 @@ class ExchangeGroup:
         """Whether the newest submission is the last one."""
         return final or (bool(self.tags) and len(self.submissions) == len(self.tags))
 
+    def ready_digest(self, first: Submission) -> int:
+        """What READY stands for: with the names, since READY opens the targets of all of them."""
+        return digest_of(("READY", self.tags, first.digest))
+
     def done_digest(self) -> int:
-        return digest_of(tuple(submission.digest for submission in self.submissions))
+        """What DONE stands for: everything that was submitted, in order."""
+        return digest_of(("DONE", self.tags, *(submission.digest for submission in self.submissions)))
 
     def describe(self) -> str:
         return ", ".join(repr(submission.tag) for submission in self.submissions) or "no tag yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch
@@ -29,7 +30,7 @@ class C10dEngine:
     ) -> None:
         self.rank = rank
         self.world_size = group.size()
-        self._group = group
+        self._group_ref = weakref.ref(group)
         self._device = device
         self._channel = channel
         self._timeout_s = timeout_s
@@ -56,7 +57,7 @@ class C10dEngine:
             sent.view(torch.uint8),
             [count * width for count in counts],
             [size * width for size in sizes],
-            group=self._group,
+            group=self._group(),
             async_op=True,
         )
         submission.state = (work, received, counts, sent)
@@ -92,6 +93,12 @@ class C10dEngine:
     def close(self, grace_s: float) -> None:
         self._agreed.clear()
 
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise RuntimeError("the communicator's process group was destroyed: create both again")
+        return group
+
     def _await(self, work: dist.Work, tag: str) -> None:
         try:
             if self._device.type == "cpu":
@@ -110,7 +117,7 @@ class C10dEngine:
         if self._device.type == "cpu":
             own = torch.tensor([digest], dtype=torch.int64)
             gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-            work = dist.all_gather(gathered, own, group=self._group, async_op=True)
+            work = dist.all_gather(gathered, own, group=self._group(), async_op=True)
             assert work is not None
             self._await(work, submission.tag)
             digests = [int(tensor) for tensor in gathered]

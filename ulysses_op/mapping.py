@@ -81,7 +81,7 @@ class SymmetricMemory:
 
     def __init__(self, channel: Channel, group: dist.ProcessGroup, device: torch.device) -> None:
         self._channel = channel
-        self._group = group
+        self._group_name = group.group_name
         self._device = device
 
     def allocate(self, nbytes: int) -> PeerBuffer:
@@ -97,7 +97,7 @@ class SymmetricMemory:
             torch.cuda.synchronize(self._device)
 
         def rendezvous() -> None:
-            handle = symm_mem.rendezvous(tensors[0], self._group)
+            handle = symm_mem.rendezvous(tensors[0], self._group_name)
             handles.append(handle)
             for peer in range(self._channel.world_size):
                 own = peer == self._channel.rank
@@ -144,7 +144,7 @@ class CudaIpc:
 
 
 def cuda_context(device: torch.device) -> int:
-    """The CUDA context that torch uses on ``device``, for threads on which it is not current yet, such as autograd's."""
+    """The CUDA context that torch uses on ``device``, for threads where it is not current (autograd)."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         return _C.cuda_current_context()

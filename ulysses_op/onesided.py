@@ -12,6 +12,7 @@ from .exchange_group import ExchangeGroup, Submission
 from .layout import Exchange
 from .loans import LoanKey, Loans
 from .mapping import Mapping, PeerBuffer, cuda_context
+from .rendezvous import Channel
 from .targets import TargetCache, TargetKey
 
 _test_skip: frozenset[str] = frozenset()
@@ -24,15 +25,16 @@ class OneSidedEngine:
     own_slice_stream = "side"
 
     def __init__(
-        self, backend: str, rank: int, world_size: int, device: torch.device, mapping: Mapping, max_targets: int
+        self, backend: str, channel: Channel, device: torch.device, mapping: Mapping, max_targets: int
     ) -> None:
         """Collective: maps the signal pads. Raises TargetError on every rank when it fails on one."""
         self.backend = backend
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = channel.rank
+        self.world_size = channel.world_size
+        self._channel = channel
         self._device = device
         self._cuda = device.type == "cuda"
-        self._pads = mapping.allocate(_C.CudaTransport.pad_bytes(world_size)) if self._cuda else None
+        self._pads = mapping.allocate(_C.CudaTransport.pad_bytes(channel.world_size)) if self._cuda else None
         self._transport: Any = None
         self._targets = TargetCache(mapping, max_targets, self._quiesce)
         self._loans = Loans(device)
@@ -65,6 +67,8 @@ class OneSidedEngine:
             target = self._targets.pinned(self._capture_id, key, nbytes)
         else:
             in_use = [TargetKey(s.tag, s.exchange.direction, s.x.dtype) for s in group.submissions]
+            if not self._targets.holds(key, nbytes):
+                self._compare(group, submission)
             target = self._targets.get(key, nbytes, in_use)
         source = x.detach()
         if not _C.rows_dense(source.shape, source.stride()):
@@ -76,14 +80,14 @@ class OneSidedEngine:
         plan = self._plan(submission.exchange, state.source)
         if not self._cuda:
             if not group.submissions:
-                self._transport.begin(submission.digest)
+                self._transport.begin(group.ready_digest(submission))
             self._transport.put(plan, state.source.data_ptr(), state.target.addresses)
             return
         stream = torch.cuda.current_stream(self._device).cuda_stream
         capturing = self._capture_id != 0
         if not group.submissions:
             self._submit_streams.clear()
-            self._transport.begin(submission.digest, stream, self._end_loans(group, stream), capturing)
+            self._transport.begin(group.ready_digest(submission), stream, self._end_loans(group, stream), capturing)
         self._submit_streams.add(stream)
         exchange = submission.exchange
         shape = exchange.output_shape(self.rank)
@@ -132,6 +136,16 @@ class OneSidedEngine:
             self._transport.shutdown(grace_s)
         self._targets.clear()
         self._pads = None
+
+    def _compare(self, group: ExchangeGroup, submission: Submission) -> None:
+        """Ranks that bring up targets for different things must not find each other's."""
+        digest = group.ready_digest(submission).to_bytes(8, "little")
+        others = [rank for rank, other in enumerate(self._channel.all_gather(digest)) if other != digest]
+        if others:
+            raise MismatchError(
+                f"rank {self.rank} ({self.backend}): rank(s) {', '.join(map(str, others))} submitted another "
+                f"tag, shape, dtype or plan than {submission.tag!r}, {submission.exchange}"
+            )
 
     def _plan(self, exchange: Exchange, source: torch.Tensor) -> _C.CopyPlan:
         key = (exchange, source.stride(), source.element_size())

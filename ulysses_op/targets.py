@@ -36,18 +36,23 @@ class TargetCache:
         self._targets: OrderedDict[TargetKey, PeerBuffer] = OrderedDict()
         self._pinned: dict[tuple[int, TargetKey], PeerBuffer] = {}
 
+    def holds(self, key: TargetKey, nbytes: int) -> bool:
+        """Whether :meth:`get` finds what it is asked for, and so involves no other rank."""
+        target = self._targets.get(key)
+        return target is not None and target.nbytes >= nbytes
+
     def get(self, key: TargetKey, nbytes: int, in_use: Collection[TargetKey]) -> PeerBuffer:
         """The target of ``key`` with room for ``nbytes``; brought up or grown where there is none.
 
         ``in_use`` are the keys of the group that is open: they are not evicted. Raises TargetError on every rank when
         one cannot allocate or map; the cache then is as it was before.
         """
-        target = self._targets.get(key)
-        if target is not None and target.nbytes >= nbytes:
+        if self.holds(key, nbytes):
             self._targets.move_to_end(key)
-            return target
-        evicted = [] if target is not None else self._to_evict(key, in_use)
-        if target is not None or evicted:
+            return self._targets[key]
+        outgrown = key in self._targets
+        evicted = [] if outgrown else self._to_evict(key, in_use)
+        if outgrown or evicted:
             self._quiesce()
         # The new one is mapped on all ranks before the old ones go: a failure leaves everything in place.
         fresh = self._mapping.allocate(nbytes)
