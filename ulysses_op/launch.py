@@ -182,7 +182,7 @@ def _rank_main(
         with _process_group(placement, rank, timeout_s, **init) as device:
             status = function(device, *args)
     except BaseException:
-        connection.send(traceback.format_exc())
+        connection.send((time.monotonic(), traceback.format_exc()))
         sys.stdout.flush()
         os._exit(1)
     connection.send(status)
@@ -197,7 +197,7 @@ def _end_with_parent() -> None:
 def _collect(processes: list[Any], connections: list[Connection], timeout_s: float) -> int:
     """The largest exit status, once every rank has sent its own and ended."""
     statuses: dict[int, int] = {}
-    failures: dict[int, str] = {}  # in the order in which they arrived
+    failures: dict[int, tuple[float, str]] = {}  # when, and what
     deadline = time.monotonic() + timeout_s
     late = f"did not end within {timeout_s:g} s"
     while len(statuses) + len(failures) < len(processes):
@@ -206,7 +206,7 @@ def _collect(processes: list[Any], connections: list[Connection], timeout_s: flo
         if not ready:
             for rank in waiting.values():
                 os.kill(processes[rank].pid, _TELL_STACK)
-                failures[rank] = late
+                failures[rank] = (time.monotonic(), late)
             time.sleep(0.5)
         for connection in ready:
             assert isinstance(connection, Connection)
@@ -214,8 +214,9 @@ def _collect(processes: list[Any], connections: list[Connection], timeout_s: flo
             try:
                 answer = connection.recv()
             except EOFError:
+                # Told first: peers may have failed of it, and told that before its end showed here.
                 processes[rank].join(_GRACE_S)
-                answer = f"ended with exit code {processes[rank].exitcode}, without a word"
+                answer = (0.0, f"ended with exit code {processes[rank].exitcode}, without a word")
             if isinstance(answer, int):
                 statuses[rank] = answer
                 continue
@@ -224,10 +225,9 @@ def _collect(processes: list[Any], connections: list[Connection], timeout_s: flo
                 late = f"was ended: it had not noticed within {_GRACE_S:g} s"
             failures[rank] = answer
     if failures:
-        report = "".join(f"\n--- rank {rank}\n{text.rstrip()}" for rank, text in failures.items())
-        raise LaunchError(
-            f"rank {', '.join(map(str, failures))} of {len(processes)} failed, the first to fail first:{report}"
-        )
+        order = sorted(failures, key=lambda rank: failures[rank])
+        report = "".join(f"\n--- rank {rank}\n{failures[rank][1].rstrip()}" for rank in order)
+        raise LaunchError(f"rank {', '.join(map(str, order))} of {len(processes)} failed, the first first:{report}")
     for process in processes:
         process.join(max(_GRACE_S, deadline - time.monotonic()))
     codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode != 0}

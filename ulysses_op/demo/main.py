@@ -181,18 +181,16 @@ def _time(case: Case, comm: Communicator, device: torch.device, tell: Tell) -> N
             torch.cuda.synchronize(device)
             if turn >= _WARM_UP:
                 times[name].append(start.elapsed_time(end))
-    quantiles = {}
+    medians = {}
     for name, used in comms.items():
         used.check()
-        slowest = torch.tensor(all_ranks(times[name])).amax(0)
-        quantiles[name] = torch.quantile(slowest, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-        low, median, high = quantiles[name]
-        tell(
-            f"{name}",
-            f"{median:.3f} ms a block (quartiles {low:.3f} to {high:.3f}, slowest rank, {_REPETITIONS} blocks)",
-        )
+        slowest = torch.tensor(all_ranks(times[name]), dtype=torch.float64).amax(0)
+        low, median, high = torch.quantile(slowest, slowest.new_tensor([0.25, 0.5, 0.75])).tolist()
+        medians[name] = median
+        spread = f"quartiles {low:.3f} to {high:.3f}, of {_REPETITIONS} on the slowest rank"
+        tell(name, f"{median:.3f} ms a block, median ({spread})")
         if used is not comm:
-            tell("", f"{median / quantiles[comm.backend][1]:.3f} times as long as on {comm.backend}")
+            tell("", f"{median / medians[comm.backend]:.3f} times as long as on {comm.backend}")
             used.close()
 
 
