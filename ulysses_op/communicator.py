@@ -154,6 +154,11 @@ class Communicator:
 
         All ranks submit the same tags, shapes, dtypes and plans in the same order.
         """
+        if len(tags) > self._max_targets:
+            raise ValueError(
+                f"the group names {len(tags)} tags and needs as many targets, but max_targets is {self._max_targets}: "
+                "create the communicator with a larger max_targets"
+            )
         return ExchangeGroup(self, tags)
 
     def check(self) -> None:
@@ -236,7 +241,7 @@ class Communicator:
             )
         if self._open_group is not group:
             self._begin(engine, group)
-        submission = Submission(tag, x, exchange, owned)
+        submission = Submission(tag, x, exchange, owned, group.is_next_final(final))
         try:
             engine.prepare(group, submission)
         except TargetError as error:
@@ -252,7 +257,7 @@ class Communicator:
             engine.check(group)
             engine.submit(group, submission)
             group.submissions.append(submission)
-            if group.is_final(final):
+            if submission.final:
                 group.final = True
                 engine.finish(group)
         except BaseException as error:
@@ -362,8 +367,7 @@ class Communicator:
         heads: Sequence[Sequence[int]] | None,
         seq_lens: Sequence[int] | None,
     ) -> Exchange:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
+        check_tensor(x)
         if x.layout != torch.strided or x.is_quantized:
             raise TypeError(
                 f"x has layout {x.layout}{' and is quantized' if x.is_quantized else ''}: a dense tensor is needed"
@@ -432,6 +436,11 @@ class Communicator:
             self._open_group = None
             if self._engine is not None:
                 self._engine.abort(self._broken)
+
+
+def check_tensor(x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
 
 
 def _frozen(value: Any) -> Any:

@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 class Submission:
     """One tensor on its way. ``state`` belongs to the engine that moves it."""
 
-    __slots__ = ("differentiable", "digest", "exchange", "owned", "state", "tag", "version", "x")
+    __slots__ = ("differentiable", "digest", "exchange", "final", "owned", "state", "tag", "version", "x")
 
-    def __init__(self, tag: str, x: torch.Tensor, exchange: Exchange, owned: bool) -> None:
+    def __init__(self, tag: str, x: torch.Tensor, exchange: Exchange, owned: bool, final: bool) -> None:
         self.tag = tag
+        self.final = final
         self.x = x
         self.exchange = exchange
         self.differentiable = x.requires_grad and torch.is_grad_enabled()
         self.owned = owned or self.differentiable
         self.version = None if x.is_inference() else x._version
-        self.digest = digest_of((tag, exchange, x.dtype, self.owned, self.differentiable))
+        self.digest = digest_of((tag, exchange, x.dtype, self.owned, self.differentiable, final))
         self.state: Any = None
 
     def check_unchanged(self) -> None:
@@ -114,9 +115,9 @@ class ExchangeGroup:
             raise RuntimeError(f"tag {tag!r} was submitted to this group already: each tag is submitted once a group")
         return tag
 
-    def is_final(self, final: bool) -> bool:
-        """Whether the newest submission is the last one."""
-        return final or (bool(self.tags) and len(self.submissions) == len(self.tags))
+    def is_next_final(self, final: bool) -> bool:
+        """Whether the next submission is the last one."""
+        return final or len(self.submissions) + 1 == len(self.tags)
 
     def ready_digest(self, first: Submission) -> int:
         """What READY stands for: with the names, since READY opens the targets of all of them."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import MismatchError, PeerTimeoutError
-from .exchange_group import ExchangeGroup, Submission
+from .exchange_group import ExchangeGroup, Submission, digest_of
 from .layout import Exchange, Region
 from .rendezvous import Channel
 
@@ -40,7 +40,10 @@ class C10dEngine:
         """Nothing can fail on one rank alone before the all-to-all."""
 
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
-        self._compare(group, submission)
+        earlier = [other.digest for other in group.submissions]
+        self._compare(
+            digest_of(("c10d", group.tags, *earlier, submission.digest)), f"{submission.tag!r}, {submission.exchange}"
+        )
         exchange, x = submission.exchange, submission.x.detach()
         parts = [_outgoing(exchange, self.rank, peer) for peer in range(self.world_size)]
         sizes = [0 if peer == self.rank else x[part].numel() for peer, part in enumerate(parts)]
@@ -63,7 +66,11 @@ class C10dEngine:
         submission.state = (work, received, counts, sent)
 
     def finish(self, group: ExchangeGroup) -> None:
-        """Each all-to-all completes by itself."""
+        """Each all-to-all completes by itself; that no rank submits more is to be compared where none was said to be
+        final.
+        """
+        if not group.submissions[-1].final:
+            self._compare(group.done_digest(), f"the end of the group of {group.describe()}")
 
     def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
         results = []
@@ -72,7 +79,7 @@ class C10dEngine:
             work, received, counts, _ = submission.state
             result = torch.empty(exchange.output_shape(self.rank), dtype=x.dtype, device=x.device)
             result[exchange.own_dest(self.rank)].copy_(x[exchange.own_source(self.rank)])
-            self._await(work, submission.tag)
+            self._await(work, repr(submission.tag))
             for peer, piece in enumerate(received.split(counts)):
                 if counts[peer]:
                     region, shape = _incoming(exchange, self.rank, peer)
@@ -82,7 +89,7 @@ class C10dEngine:
 
     def abandon(self, group: ExchangeGroup) -> None:
         for submission in group.submissions:
-            self._await(submission.state[0], submission.tag)
+            self._await(submission.state[0], repr(submission.tag))
 
     def check(self, group: ExchangeGroup | None) -> None:
         """Failures of the process group are raised by its own calls."""
@@ -99,7 +106,7 @@ class C10dEngine:
             raise RuntimeError("the communicator's process group was destroyed: create both again")
         return group
 
-    def _await(self, work: dist.Work, tag: str) -> None:
+    def _await(self, work: dist.Work, what: str) -> None:
         try:
             if self._device.type == "cpu":
                 work.wait(timedelta(seconds=self._timeout_s))
@@ -107,40 +114,36 @@ class C10dEngine:
                 work.wait()
         except RuntimeError as error:
             raise PeerTimeoutError(
-                f"rank {self.rank} (c10d): the all-to-all of tag {tag!r} did not complete within "
+                f"rank {self.rank} (c10d): the exchange of {what} did not complete within "
                 f"{self._timeout_s} s, or a peer is gone: "
                 f"{error}"
             ) from error
 
-    def _compare(self, group: ExchangeGroup, submission: Submission) -> None:
-        digest = hash((submission.digest, tuple(earlier.digest for earlier in group.submissions))) & (2**63 - 1)
+    def _compare(self, digest: int, what: str) -> None:
         if self._device.type == "cpu":
-            own = torch.tensor([digest], dtype=torch.int64)
+            own = torch.tensor([digest - (1 << 63)], dtype=torch.int64)
             gathered = [torch.empty_like(own) for _ in range(self.world_size)]
             work = dist.all_gather(gathered, own, group=self._group(), async_op=True)
             assert work is not None
-            self._await(work, submission.tag)
-            digests = [int(tensor) for tensor in gathered]
+            self._await(work, what)
+            digests = [int(tensor) + (1 << 63) for tensor in gathered]
         elif digest in self._agreed:
             return
         else:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "the ranks have not exchanged this before, and cannot compare what they are "
-                    "about to exchange inside a CUDA graph capture: "
-                    "run the same group once before"
+                    "the ranks have not exchanged this before, and cannot compare what they are about to exchange "
+                    "inside a CUDA graph capture: run the same group once before"
                 )
-            digests = [
-                int.from_bytes(text, "little") for text in self._channel.all_gather(digest.to_bytes(8, "little"))
-            ]
-            self._agreed.add(digest)
+            texts = self._channel.all_gather(digest.to_bytes(8, "little"))
+            digests = [int.from_bytes(text, "little") for text in texts]
         others = [rank for rank, other in enumerate(digests) if other != digest]
         if others:
             raise MismatchError(
-                f"rank {self.rank} (c10d): rank(s) {', '.join(map(str, others))} submitted another "
-                "tag, shape, dtype, plan or order "
-                f"than {submission.tag!r}, {submission.exchange}"
+                f"rank {self.rank} (c10d): rank(s) {', '.join(map(str, others))} submitted another tag, shape, dtype, "
+                f"plan or order than {what}"
             )
+        self._agreed.add(digest)
 
 
 def _outgoing(exchange: Exchange, rank: int, peer: int) -> Region:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .communicator import Communicator
+from .communicator import Communicator, check_tensor
 from .process_groups import GroupLike, resolve_group
 
 # Tied to the live group: one that is destroyed and created again under the same name gets a communicator of its own.
@@ -45,6 +45,7 @@ def scatter_heads(
     Raises ValueError or TypeError for arguments that do not fit, before anything moves, and UlyssesError for failures
     of peers.
     """
+    check_tensor(x)
     return communicator_of(group, x.device).scatter_heads(x, heads=heads, seq_lens=seq_lens)
 
 
@@ -62,4 +63,5 @@ def gather_heads(
 
     Returns (B, S_local, H, D), contiguous, owned by the caller. Differentiable; raises as scatter_heads does.
     """
+    check_tensor(x)
     return communicator_of(group, x.device).gather_heads(x, heads=heads, seq_lens=seq_lens)

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Direction = Literal["scatter_heads", "gather_heads"]
 HeadRanges = tuple[tuple[int, int], ...]  # (start, stop) of each rank
@@ -296,9 +296,10 @@ def _check_heads(heads: Sequence[Sequence[int]], world_size: int) -> HeadRanges:
     if len(heads) != world_size:
         raise ValueError(f"heads must have one (start, stop) for each of {world_size} ranks, got {len(heads)}")
     ranges = []
-    for rank, entry in enumerate(heads):
-        if len(entry) != 2:
-            raise ValueError(f"heads[{rank}] must be (start, stop), got {tuple(entry)}")
+    entries: Sequence[Any] = heads
+    for rank, entry in enumerate(entries):
+        if not isinstance(entry, Sequence) or len(entry) != 2:
+            raise ValueError(f"heads[{rank}] must be (start, stop), got {entry!r}")
         start, stop = map(operator.index, entry)
         if not 0 <= start <= stop:
             raise ValueError(f"heads[{rank}] must satisfy 0 <= start <= stop, got ({start}, {stop})")

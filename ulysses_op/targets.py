@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from .errors import TargetError
 from .layout import Direction
 from .mapping import Mapping, PeerBuffer
 
@@ -91,7 +92,7 @@ class TargetCache:
             return []
         candidates = [name for name in self._targets if name not in in_use and name != key]
         if len(candidates) < excess:
-            raise ValueError(
+            raise TargetError(
                 f"a group with {len(in_use) + 1} tags needs as many targets, but max_targets is {self._max_targets}: "
                 "create the communicator with a larger max_targets"
             )
