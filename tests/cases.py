@@ -92,9 +92,7 @@ def ranges_of(counts: tuple[int, ...]) -> HeadRanges:
     return tuple((sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(len(counts)))
 
 
-def even(
-    name: str, world_size: int, *, b: int = 1, s: int = 6, h: int | None = None, d: int = 8, **other: Any
-) -> Case:
+def even(name: str, world_size: int, *, b: int = 1, s: int = 6, h: int | None = None, d: int = 8, **other: Any) -> Case:
     """The same length and the same head count on every rank: `s` a rank, `h` in all (2 a rank)."""
     h = 2 * world_size if h is None else h
     assert h % world_size == 0

@@ -60,11 +60,21 @@ def device_of(device: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
-def fresh_communicator(members: tuple[int, ...], backend: str, device: str = "cpu", **arguments: Any) -> Any:
+def fresh_group(members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A new process group of `members`, for tests that leave a group in disorder. Every rank of the world calls this; None outside."""
+    group = dist.new_group(list(members))
+    return group if dist.get_rank() in members else None
+
+
+def fresh_communicator(
+    group: tuple[int, ...] | dist.ProcessGroup, backend: str, device: str = "cpu", **arguments: Any
+) -> Any:
     """A communicator built for this call alone; the caller closes it."""
     import ulysses_op
 
-    made = ulysses_op.Communicator(group_of(members), backend=backend, **{"timeout_s": 30.0, **arguments})
+    if isinstance(group, tuple):
+        group = group_of(group)
+    made = ulysses_op.Communicator(group, backend=backend, **{"timeout_s": 30.0, **arguments})
     made.build(device_of(device))
     return made
 
@@ -96,8 +106,8 @@ def _set_environment(values: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def join_world(rank: int, world_size: int, port: int, device: str) -> None:
-    """Makes this process rank `rank` of a world whose store listens on `port` of this host."""
+def join_world(rank: int, world_size: int, store_at: str, device: str) -> None:
+    """Makes this process rank `rank` of the world that meets at `store_at`: the path of a file, or a port of this host."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo"
@@ -105,7 +115,10 @@ def join_world(rank: int, world_size: int, port: int, device: str) -> None:
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=DEADLINE_S)
-    store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
+    if store_at.isdecimal():
+        store: dist.Store = dist.TCPStore(HOST, int(store_at), is_master=False, timeout=timeout)
+    else:
+        store = dist.FileStore(store_at)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -114,14 +127,14 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _rank_main(rank: int, world_size: int, device: str, port: int, log_path: str, connection: Connection) -> None:
+def _rank_main(rank: int, world_size: int, device: str, store_at: str, log_path: str, connection: Connection) -> None:
     _die_with_parent()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(file=log, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-    join_world(rank, world_size, port, device)
+    join_world(rank, world_size, store_at, device)
     _groups[tuple(range(world_size))] = dist.group.WORLD
     for members in SUBGROUPS:
         if members[-1] < world_size and members not in _groups:
@@ -152,11 +165,6 @@ def _rank_main(rank: int, world_size: int, device: str, port: int, log_path: str
 # ---- inside the test process
 
 
-def _host_store() -> dist.TCPStore:
-    """A store that picks a free port itself."""
-    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
-
-
 class RankPool:
     """`world_size` processes joined in one world. A call that fails on any rank ends them all; the next call starts new ones."""
 
@@ -165,7 +173,6 @@ class RankPool:
         self.device = device
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        self._store: dist.TCPStore | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEADLINE_S, **kwargs: Any) -> list[Any]:
@@ -203,7 +210,9 @@ class RankPool:
             self._kill()
             name = f"{fn.__module__}.{fn.__qualname__}"
             report = "".join(f"\n--- rank {r}\n{failures[r]}" for r in sorted(failures))
-            raise RankFailure(f"{name} failed on rank {', '.join(map(str, sorted(failures)))} of {self.world_size}{report}")
+            raise RankFailure(
+                f"{name} failed on rank {', '.join(map(str, sorted(failures)))} of {self.world_size}{report}"
+            )
         return [results[r] for r in range(self.world_size)]
 
     def close(self) -> None:
@@ -217,12 +226,19 @@ class RankPool:
         self._kill()
 
     def _start(self) -> None:
-        self._store = _host_store()
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, self.device, self._store.port, str(self._log_path(rank)), theirs)
+            # A file, not a TCPStore: each of its connections looks its peer up in the DNS, which takes seconds where that is slow.
+            args = (
+                rank,
+                self.world_size,
+                self.device,
+                f"{self._directory.name}/store",
+                str(self._log_path(rank)),
+                theirs,
+            )
             process = context.Process(target=_rank_main, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -234,7 +250,9 @@ class RankPool:
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.kill(self._processes[r].pid, signal.SIGUSR1)
         time.sleep(1.0)
-        return {r: f"no answer within {timeout_s} s or {GRACE_S} s of a peer's failure\n{self._log(r)}" for r in missing}
+        return {
+            r: f"no answer within {timeout_s} s or {GRACE_S} s of a peer's failure\n{self._log(r)}" for r in missing
+        }
 
     def _log_path(self, rank: int) -> Path:
         assert self._directory is not None
@@ -251,7 +269,7 @@ class RankPool:
             process.join(10.0)
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections, self._store = [], [], None
+        self._processes, self._connections = [], []
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None
@@ -295,18 +313,23 @@ def run_fresh(
     device: str = "cpu",
     timeout_s: float = DEADLINE_S,
     env: dict[str, str] | None = None,
+    tcp: bool = False,
 ) -> FreshRun:
     """`fn(rank, world_size, *args)` in fresh processes that have joined a world and end as Python ends; args travel as JSON.
+
+    The world's store is a file, or with `tcp` a TCPStore on a port of its own choice.
 
     Raises RankFailure with the stacks of all ranks when one of them is still alive after `timeout_s`.
     """
     before = _shared_memory()
-    store = _host_store()
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout) if tcp else None
     target = f"{fn.__module__}:{fn.__qualname__}"
     with tempfile.TemporaryDirectory(prefix="fresh-") as directory, contextlib.ExitStack() as files:
         processes = []
         for rank in range(world_size):
-            command = [sys.executable, __file__, target, str(rank), str(world_size), str(store.port), device, json.dumps(args)]
+            store_at = f"{directory}/store" if store is None else str(store.port)
+            command = [sys.executable, __file__, target, str(rank), str(world_size), store_at, device, json.dumps(args)]
             out = files.enter_context(open(Path(directory) / f"{rank}.out", "w"))
             err = files.enter_context(open(Path(directory) / f"{rank}.err", "w"))
             processes.append(subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **(env or {})}))
@@ -323,7 +346,10 @@ def run_fresh(
             for rank in stuck:
                 processes[rank].kill()
                 processes[rank].wait(10.0)
-        texts = [[(Path(directory) / f"{r}.{end}").read_text(errors="replace") for end in ("out", "err")] for r in range(world_size)]
+        texts = [
+            [(Path(directory) / f"{r}.{end}").read_text(errors="replace") for end in ("out", "err")]
+            for r in range(world_size)
+        ]
     if stuck:
         report = "".join(f"\n--- rank {r}, status {processes[r].returncode}\n{texts[r][1]}" for r in range(world_size))
         raise RankFailure(f"{target}: rank {', '.join(map(str, stuck))} still alive after {timeout_s} s{report}")
@@ -345,10 +371,10 @@ def _shared_memory_left_since(before: set[str]) -> list[str]:
     return sorted(left)
 
 
-def _fresh_main(target: str, rank: str, world_size: str, port: str, device: str, args: str) -> None:
+def _fresh_main(target: str, rank: str, world_size: str, store_at: str, device: str, args: str) -> None:
     _die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    join_world(int(rank), int(world_size), int(port), device)
+    join_world(int(rank), int(world_size), store_at, device)
     module, name = target.split(":")
     getattr(importlib.import_module(module), name)(int(rank), int(world_size), *json.loads(args))
 

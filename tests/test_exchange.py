@@ -84,11 +84,47 @@ def test_case(pool: ranks.RankPool, world_size: int, direction: str, case: Case,
     ok(pool.run(run_case, MEMBERS[world_size], backend, "cpu", case, direction))
 
 
+def run_lazy_signs(rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str) -> list[str] | None:
+    """Tensors whose conjugation or negation is only a note on the view; complex numbers may also be refused."""
+    if rank not in members:
+        return None
+    me, p = members.index(rank), len(members)
+    comm = ranks.communicator(members, backend, device)
+    generator = torch.Generator().manual_seed(1)
+    shards = [torch.randn(1, 3, p, 2, 2, generator=generator).to(device) for _ in range(p)]
+    problems = []
+    for name, view in {
+        "plain": lambda x: torch.view_as_complex(x),
+        "conjugate": lambda x: torch.view_as_complex(x).conj(),
+        "negative": lambda x: torch._neg_view(x[..., 0].contiguous()),
+        "imaginary part of a conjugate": lambda x: torch.view_as_complex(x).conj().imag,
+    }.items():
+        try:
+            result = comm.scatter_heads(view(shards[me]))
+        except (TypeError, ValueError):
+            if name in ("plain", "conjugate"):
+                continue
+            raise
+        if not torch.equal(result, torch.cat([view(x) for x in shards], 1)[:, :, me : me + 1]):
+            problems.append(name)
+    return problems
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lazy_signs(pool: ranks.RankPool, backend: str) -> None:
+    ok(pool.run(run_lazy_signs, MEMBERS[2], backend, "cpu"))
+
+
 # ---- groups
 
 
 def check_group(
-    results: tuple[torch.Tensor, ...], names: tuple[str, ...], table: dict[str, Case], direction: str, seed: int, me: int
+    results: tuple[torch.Tensor, ...],
+    names: tuple[str, ...],
+    table: dict[str, Case],
+    direction: str,
+    seed: int,
+    me: int,
 ) -> list[str]:
     problems = []
     if len(results) != len(names):
@@ -171,7 +207,19 @@ def test_group_of_any_layout(pool: ranks.RankPool, layout: str, backend: str) ->
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_group_of_gathers(pool: ranks.RankPool, world_size: int, backend: str) -> None:
     table = qkv(world_size)
-    ok(pool.run(run_groups, MEMBERS[world_size], backend, "cpu", "gather_heads", ("q", "k", "v"), ("v", "q", "k"), True, table))
+    ok(
+        pool.run(
+            run_groups,
+            MEMBERS[world_size],
+            backend,
+            "cpu",
+            "gather_heads",
+            ("q", "k", "v"),
+            ("v", "q", "k"),
+            True,
+            table,
+        )
+    )
 
 
 def joint_attention(world_size: int) -> dict[str, Case]:
@@ -293,7 +341,9 @@ def run_functional(rank: int, world_size: int, form: str, device: str) -> list[s
     elif form == "mesh":
         group = dist.device_mesh.init_device_mesh(device, (world_size,), mesh_dim_names=("ulysses",))
     problems = []
-    case = uneven("functional", seq=tuple(2 + r for r in members), counts=tuple(1 + r for r in members), layout="fused_qkv")
+    case = uneven(
+        "functional", seq=tuple(2 + r for r in members), counts=tuple(1 + r for r in members), layout="fused_qkv"
+    )
     for seed, direction in itertools.product(range(REPEATS), DIRECTIONS):
         function = getattr(ulysses_op, direction)
         x = oracle.make_input(case, direction, seed, rank, device)
@@ -309,7 +359,9 @@ def test_functions(pool: ranks.RankPool, form: str) -> None:
     ok(pool.run(run_functional, form, "cpu"))
 
 
-def run_part_of_the_world(rank: int, world_size: int, parts: list[tuple[int, ...]], backend: str, device: str) -> list[str]:
+def run_part_of_the_world(
+    rank: int, world_size: int, parts: list[tuple[int, ...]], backend: str, device: str
+) -> list[str]:
     """Groups that do not cover the world, at work at the same time."""
     problems = []
     for members in parts:
@@ -466,7 +518,15 @@ def run_gradient(
 def gradient_cases(world_size: int) -> list[Case]:
     p = world_size
     names = {"gqa_28_7_q", "gqa_28_7_kv", "one_kv_head", "two_kv_heads", "overlapping_heads", "seq_and_heads"}
-    names |= {"three_heads", "seq_3", "batch", "layout_fused_qkv", "layout_transposed_d", "dtype_float64", "dtype_float16"}
+    names |= {
+        "three_heads",
+        "seq_3",
+        "batch",
+        "layout_fused_qkv",
+        "layout_transposed_d",
+        "dtype_float64",
+        "dtype_float16",
+    }
     table = [case for case in cases(p) if case.name in names]
     if p == 2:
         table.append(uneven("h3_p2_s8_d2", seq=(4, 4), counts=(2, 1), d=2))
@@ -487,7 +547,9 @@ def test_gradient(pool: ranks.RankPool, world_size: int, direction: str, case: C
     ok(pool.run(run_gradient, MEMBERS[world_size], backend, "cpu", case, direction))
 
 
-def run_replica_sum(rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str) -> list[str] | None:
+def run_replica_sum(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str
+) -> list[str] | None:
     """256 + 1 + 1 + 0 is 258 in float32, and 256 where bfloat16 rounds on the way."""
     if rank not in members:
         return None
@@ -509,7 +571,9 @@ def test_replicas_are_summed_in_float32(pool: ranks.RankPool, backend: str) -> N
     ok(pool.run(run_replica_sum, MEMBERS[4], backend, "cpu"))
 
 
-def run_odd_gradients(rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str) -> list[str] | None:
+def run_odd_gradients(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str
+) -> list[str] | None:
     """Incoming gradients that are expanded or transposed, gradients of gradients, and an exchange inside no_grad."""
     if rank not in members:
         return None
@@ -602,15 +666,16 @@ def run_group_gradient(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("needs", "used"), [(("q", "k", "v"), "all"), (("q", "k"), "all"), (("q", "k", "v"), "q"), (("q", "k", "v"), "by_rank")]
+    ("needs", "used"),
+    [(("q", "k", "v"), "all"), (("q", "k"), "all"), (("q", "k", "v"), "q"), (("q", "k", "v"), "by_rank")],
 )
-def test_group_gradient(
-    pool: ranks.RankPool, world_size: int, needs: tuple[str, ...], used: str, backend: str
-) -> None:
+def test_group_gradient(pool: ranks.RankPool, world_size: int, needs: tuple[str, ...], used: str, backend: str) -> None:
     ok(pool.run(run_group_gradient, MEMBERS[world_size], backend, "cpu", needs, used))
 
 
-def run_attention(rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str, kv_heads: int) -> list[str] | None:
+def run_attention(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str, kv_heads: int
+) -> list[str] | None:
     """A whole attention with its gradients against the same on one process; keys of a second sequence stay where they are."""
     if rank not in members:
         return None

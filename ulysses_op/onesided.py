@@ -70,7 +70,7 @@ class OneSidedEngine:
             if not self._targets.holds(key, nbytes):
                 self._compare(group, submission)
             target = self._targets.get(key, nbytes, in_use)
-        source = x.detach()
+        source = x.detach().resolve_conj().resolve_neg()
         if not _C.rows_dense(source.shape, source.stride()):
             source = source.contiguous()
         submission.state = _InTransit(target, source)
