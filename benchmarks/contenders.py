@@ -1,0 +1,113 @@
+"""The ways to exchange that are compared: all-to-alls of a process group, and the backends of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from measure import Ranks
+
+import ulysses_op
+from ulysses_op.onesided import OneSidedEngine
+
+TIMEOUT_S = 60
+
+# The exchange by a process group's all-to-all. `contiguous` and `flatten` copy only where they must.
+
+
+def all_to_all(packed: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(packed)
+    dist.all_to_all_single(received, packed)
+    return received
+
+
+def by_peer(x: torch.Tensor) -> torch.Tensor:
+    """(B, S_local, H, D) -> (P, B, S_local, H_local, D), a view."""
+    return x.unflatten(2, (dist.get_world_size(), -1)).permute(2, 0, 1, 3, 4)
+
+
+def scatter_by_pack(x: torch.Tensor) -> torch.Tensor:
+    return all_to_all(by_peer(x).contiguous()).transpose(0, 1).flatten(1, 2)
+
+
+def gather_by_pack(x: torch.Tensor) -> torch.Tensor:
+    sent = x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1).contiguous()
+    return all_to_all(sent).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def scatter_in_one_pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """One all-to-all for all; contiguous results."""
+    parts = [by_peer(x) for x in tensors]
+    peers, *sizes = parts[0].shape
+    packed = parts[0].new_empty(peers, len(parts), *sizes)
+    for i, part in enumerate(parts):
+        packed[:, i].copy_(part)
+    return tuple(part.transpose(0, 1).flatten(1, 2) for part in all_to_all(packed).unbind(1))
+
+
+def scatter_in_one_pack_strided(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """One all-to-all for all, without an unpack (for B = 1): the results are slices of one buffer."""
+    parts = [by_peer(x) for x in tensors]
+    peers, batch, seq_local, heads, head_dim = parts[0].shape
+    packed = parts[0].new_empty(peers, batch, seq_local, len(parts), heads, head_dim)
+    for i, part in enumerate(parts):
+        packed[:, :, :, i].copy_(part)
+    return all_to_all(packed).transpose(0, 1).flatten(1, 2).unbind(2)
+
+
+# The exchange by this package.
+
+
+def scatter_group(
+    communicator: ulysses_op.Communicator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    with communicator.group("q", "k", "v") as group:
+        group.submit(v, tag="v")
+        group.submit(q, tag="q")
+        group.submit(k, tag="k")
+        return group.wait()
+
+
+def gather_group(communicator: ulysses_op.Communicator, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with communicator.group("o") as group:
+        group.submit(o, tag="o", direction="gather_heads")
+        return group.wait()
+
+
+@contextmanager
+def own_slice_on(stream: str | None) -> Iterator[None]:
+    """Where the rank's own slice is written: "side", "caller", or None for the package's choice."""
+    if stream is None:
+        yield
+        return
+    previous = OneSidedEngine.own_slice_stream
+    OneSidedEngine.own_slice_stream = stream
+    try:
+        yield
+    finally:
+        OneSidedEngine.own_slice_stream = previous
+
+
+def own_slice_choices(backend: str) -> list[str | None]:
+    return ["side", "caller"] if backend == "symm_mem" and hasattr(OneSidedEngine, "own_slice_stream") else [None]
+
+
+def label(backend: str, own_slice: str | None, what: str = "") -> str:
+    details = [text for text in (what, f"own slice: {own_slice}" if own_slice else "") if text]
+    return f"{backend} ({', '.join(details)})" if details else backend
+
+
+def communicators(stack: ExitStack, ranks: Ranks, backends: Sequence[str]) -> dict[str, ulysses_op.Communicator]:
+    """One for each backend that these ranks can run; the reason against each other one goes to the progress lines."""
+    usable = {}
+    for backend in backends:
+        communicator = ulysses_op.Communicator(backend=backend, timeout_s=TIMEOUT_S)
+        try:
+            communicator.build(ranks.device)
+        except ulysses_op.BackendUnavailableError as error:
+            ranks.progress(f"  {backend} is left out: {error}")
+            continue
+        usable[backend] = stack.enter_context(communicator)
+    return usable
