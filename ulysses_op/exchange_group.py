@@ -29,7 +29,7 @@ class Submission:
         self.differentiable = x.requires_grad and torch.is_grad_enabled()
         self.owned = owned or self.differentiable
         self.version = None if x.is_inference() else x._version
-        self.digest = digest_of((tag, exchange, x.dtype, self.owned, self.differentiable, final))
+        self.digest = digest_of((tag, exchange.digest, x.dtype, self.owned, self.differentiable, final))
         self.state: Any = None
 
     def check_unchanged(self) -> None:
@@ -64,7 +64,12 @@ def call_op(
     """Run the op of one exchange; ``where`` is the communicator's name, world size and rank. See ops.py."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
-    flat = [bound for pair in heads for bound in pair] if heads is not None else []
+    flat: list[int] = []
+    if heads is not None:
+        for peer, pair in enumerate(heads):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise ValueError(f"heads[{peer}] must be (start, stop), got {pair!r}")
+            flat += pair
     lengths = list(seq_lens) if seq_lens is not None else []
     communicator, world_size, rank = where
     if not flat and not lengths:
