@@ -78,7 +78,7 @@ def gather_group(communicator: ulysses_op.Communicator, o: torch.Tensor) -> tupl
 
 @contextmanager
 def own_slice_on(stream: str | None) -> Iterator[None]:
-    """Where the rank's own slice is written: "side", "caller", or None for the package's choice."""
+    """Where the rank's own slice is written: "side", "caller", "memcpy", or None for the package's choice."""
     if stream is None:
         yield
         return
@@ -91,7 +91,7 @@ def own_slice_on(stream: str | None) -> Iterator[None]:
 
 
 def own_slice_choices(backend: str) -> list[str | None]:
-    return ["side", "caller"] if backend == "symm_mem" and hasattr(OneSidedEngine, "own_slice_stream") else [None]
+    return ["side", "caller", "memcpy"] if backend == "symm_mem" and hasattr(OneSidedEngine, "own_slice_stream") else [None]
 
 
 def label(backend: str, own_slice: str | None, what: str = "") -> str:

@@ -148,8 +148,8 @@ void bind_cuda(py::module_& m) {
       .def("capture_id", &CudaTransport::capture_id, py::arg("stream"))
       .def("begin", &CudaTransport::begin, py::arg("ready"), py::arg("stream"), py::arg("readers"),
            py::arg("capturing"), Release())
-      .def("put", &CudaTransport::put, py::arg("plan"), py::arg("source"), py::arg("targets"), py::arg("stream"),
-           py::arg("capturing"))
+      .def("put", &CudaTransport::put, py::arg("plan"), py::arg("source"), py::arg("targets"), py::arg("own_target"),
+           py::arg("stream"), py::arg("capturing"))
       .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"))
       .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("capturing"))
       .def("failure", &CudaTransport::failure)

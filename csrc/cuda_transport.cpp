@@ -173,8 +173,8 @@ void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<ui
   if (!skip_ready_) handshake(Signal::kReady, ready);
 }
 
-void CudaTransport::put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets, uintptr_t stream,
-                        bool capturing) {
+void CudaTransport::put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets,
+                        uintptr_t own_target, uintptr_t stream, bool capturing) {
   CudaContextGuard guard(context_);
   CUevent event = capturing ? captured_input_ready_ : input_ready_;
   ULYSSES_CUDA(cuEventRecord, event, stream_of(stream));
@@ -182,6 +182,8 @@ void CudaTransport::put(const CopyPlan& plan, uintptr_t source, const std::vecto
   ULYSSES_CUDA(cuStreamWaitEvent, own_stream_, event, 0);
   for (const PitchedCopy& copy : plan.copies)
     copy_slice(copy, source, targets[static_cast<size_t>(copy.peer)], copy_stream_);
+  if (own_target == 0) return;
+  for (const PitchedCopy& copy : plan.own) copy_slice(copy, source, own_target, own_stream_);
 }
 
 void CudaTransport::end(uint64_t done, bool capturing) {

@@ -58,8 +58,9 @@ class CudaTransport {
   // `capturing` says that `stream` is being captured; a group begins and ends in one capture.
   // `readers` are further streams on which earlier results may still be read.
   void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing);
-  void put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets, uintptr_t stream,
-           bool capturing);
+  // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream.
+  void put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets, uintptr_t own_target,
+           uintptr_t stream, bool capturing);
   void end(uint64_t done, bool capturing);
   void wait(uintptr_t stream, bool capturing);
 

@@ -1,5 +1,6 @@
 """Ulysses sequence parallelism for PyTorch: exchange heads for sequence, and back, straight into the final layout."""
 
+from . import ops  # registers the ops
 from .communicator import Communicator
 from .errors import (
     BackendUnavailableError,
@@ -29,5 +30,6 @@ __all__ = [
     "UlyssesError",
     "gather_heads",
     "head_plan",
+    "ops",
     "scatter_heads",
 ]

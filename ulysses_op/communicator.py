@@ -15,10 +15,11 @@ from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
 from .engine import Engine
 from .errors import BrokenCommunicatorError, TargetError, UlyssesError
-from .exchange_group import ExchangeGroup, Submission
+from .exchange_group import ExchangeGroup, Submission, call_op
 from .gradients import DifferentiableExchange
-from .layout import Direction, Exchange, gather_exchange, scatter_exchange
+from .layout import Direction, Exchange, HeadRanges, gather_exchange, scatter_exchange
 from .process_groups import GroupLike, resolve_group
+from .registry import register
 from .torch_compat import group_device_types
 
 TIMEOUT_VARIABLE = "ULYSSES_OP_TIMEOUT_S"
@@ -65,6 +66,7 @@ class Communicator:
         self.world_size: int = resolved.size()
         if self.rank < 0:
             raise ValueError("this process is not a member of the process group")
+        self._where = (register(self, resolved), self.world_size, self.rank)
         self._requested = backend
         self._max_targets = max_targets
         self._timeout_s = timeout_s
@@ -131,7 +133,7 @@ class Communicator:
         """(B, S_local, H, D) -> (B, S_global, H_local, D); the caller owns the result. See
         :func:`ulysses_op.scatter_heads`.
         """
-        return self._one(x, "scatter_heads", heads, seq_lens)
+        return call_op("scatter_heads", x, self._where, heads, seq_lens)
 
     def gather_heads(
         self, x: torch.Tensor, *, heads: Sequence[Sequence[int]] | None = None, seq_lens: Sequence[int] | None = None
@@ -139,7 +141,7 @@ class Communicator:
         """(B, S_global, H_local, D) -> (B, S_local, H, D); the caller owns the result. See
         :func:`ulysses_op.gather_heads`.
         """
-        return self._one(x, "gather_heads", heads, seq_lens)
+        return call_op("gather_heads", x, self._where, heads, seq_lens)
 
     def group(self, *tags: str) -> ExchangeGroup:
         """A group of exchanges that complete together, as a context manager.
@@ -351,14 +353,17 @@ class Communicator:
                 self._submit_exchange(group, x, tag, exchange, False, True)
             return self._wait(group, ())
 
-    def _one(
+    def _exchange_one(
         self,
         x: torch.Tensor,
         direction: Direction,
-        heads: Sequence[Sequence[int]] | None,
-        seq_lens: Sequence[int] | None,
+        heads: HeadRanges | None,
+        seq_lens: tuple[int, ...] | None,
+        replicas: bool,
     ) -> torch.Tensor:
-        return self._exchange([(f"{direction}()", x, self._exchange_of(x, direction, heads, seq_lens))])[0]
+        """A group of one, owned, without a gradient: what the ops run."""
+        exchange = self._exchange_of(x, direction, heads, seq_lens, replicas)
+        return self._exchange([(f"{direction}()", x.detach(), exchange)])[0]
 
     def _exchange_of(
         self,
@@ -366,8 +371,10 @@ class Communicator:
         direction: Direction,
         heads: Sequence[Sequence[int]] | None,
         seq_lens: Sequence[int] | None,
+        replicas: bool = False,
     ) -> Exchange:
-        check_tensor(x)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
         if x.layout != torch.strided or x.is_quantized:
             raise TypeError(
                 f"x has layout {x.layout}{' and is quantized' if x.is_quantized else ''}: a dense tensor is needed"
@@ -376,13 +383,15 @@ class Communicator:
             raise TypeError(
                 f"x has dtype {x.dtype} of {x.element_size()} bytes: elements of 1, 2, 4 or 8 bytes can be exchanged"
             )
-        key = (direction, x.shape, _frozen(heads), _frozen(seq_lens))
+        key = (direction, x.shape, _frozen(heads), _frozen(seq_lens), replicas)
         exchange = self._exchanges.get(key)
         if exchange is None:
             if direction not in ("scatter_heads", "gather_heads"):
                 raise ValueError(f"direction is {direction!r}, expected 'scatter_heads' or 'gather_heads'")
-            make = scatter_exchange if direction == "scatter_heads" else gather_exchange
-            exchange = make(x.shape, self.world_size, self.rank, heads, seq_lens)
+            if direction == "scatter_heads":
+                exchange = scatter_exchange(x.shape, self.world_size, self.rank, heads, seq_lens)
+            else:
+                exchange = gather_exchange(x.shape, self.world_size, self.rank, heads, seq_lens, replicas)
             if len(self._exchanges) >= 1024:
                 self._exchanges.clear()
             self._exchanges[key] = exchange
@@ -436,11 +445,6 @@ class Communicator:
             self._open_group = None
             if self._engine is not None:
                 self._engine.abort(self._broken)
-
-
-def check_tensor(x: object) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
 
 
 def _frozen(value: Any) -> Any:

@@ -29,7 +29,7 @@ class Submission:
         self.differentiable = x.requires_grad and torch.is_grad_enabled()
         self.owned = owned or self.differentiable
         self.version = None if x.is_inference() else x._version
-        self.digest = digest_of((tag, exchange, x.dtype, self.owned, self.differentiable, final))
+        self.digest = digest_of((tag, exchange.digest, x.dtype, self.owned, self.differentiable, final))
         self.state: Any = None
 
     def check_unchanged(self) -> None:
@@ -54,6 +54,31 @@ def digest_of(value: Any) -> int:
     return digest
 
 
+def call_op(
+    direction: Direction,
+    x: torch.Tensor,
+    where: tuple[str, int, int],
+    heads: Sequence[Sequence[int]] | None,
+    seq_lens: Sequence[int] | None,
+) -> torch.Tensor:
+    """Run the op of one exchange; ``where`` is the communicator's name, world size and rank. See ops.py."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
+    flat: list[int] = []
+    if heads is not None:
+        for peer, pair in enumerate(heads):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise ValueError(f"heads[{peer}] must be (start, stop), got {pair!r}")
+            flat += pair
+    lengths = list(seq_lens) if seq_lens is not None else []
+    communicator, world_size, rank = where
+    if not flat and not lengths:
+        rank = -1
+    if direction == "scatter_heads":
+        return torch.ops.ulysses_op.scatter_heads(x, communicator, world_size, rank, flat, lengths)
+    return torch.ops.ulysses_op.gather_heads(x, communicator, world_size, rank, flat, lengths, False)
+
+
 class ExchangeGroup:
     """Submissions under one handshake; made by :meth:`Communicator.group`, used as a context manager.
 
@@ -67,6 +92,7 @@ class ExchangeGroup:
         self._communicator = communicator
         self.tags = tuple(tags)
         self.submissions: list[Submission] = []
+        self._traced: dict[str, torch.Tensor] = {}  # under torch.compile: an op for each tag
         self.final = False
         self.waited = False
 
@@ -89,6 +115,10 @@ class ExchangeGroup:
         Raises ValueError or TypeError, before anything moves, for arguments that do not fit, and RuntimeError for a
         tag that was submitted already, or when the group is final or closed.
         """
+        if torch.compiler.is_compiling():
+            communicator = self._communicator
+            self._traced[self._tag(tag)] = call_op(direction, x, communicator._where, heads, seq_lens)
+            return
         self._communicator._submit(self, x, self._tag(tag), direction, heads, seq_lens, final)
 
     def wait(self, *tags: str) -> tuple[torch.Tensor, ...]:
@@ -102,13 +132,15 @@ class ExchangeGroup:
         Raises PeerTimeoutError, PeerAbortError, MismatchError, and RuntimeError when called twice or with nothing
         submitted.
         """
+        if torch.compiler.is_compiling():
+            return tuple(self._traced[tag] for tag in tags or self.tags or self._traced)
         return self._communicator._wait(self, tags)
 
     def _tag(self, tag: str | None) -> str:
-        taken = {submission.tag for submission in self.submissions}
+        taken = self._traced.keys() or {submission.tag for submission in self.submissions}
         if tag is None:
             left = [name for name in self.tags if name not in taken]
-            tag = left[0] if left else str(len(self.submissions))
+            tag = left[0] if left else str(len(taken))
         if self.tags and tag not in self.tags:
             raise ValueError(f"tag {tag!r} is not one of the tags that this group names, {self.tags}")
         if tag in taken:
@@ -136,4 +168,5 @@ class ExchangeGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._communicator._leave(self, error)
+        if not torch.compiler.is_compiling():
+            self._communicator._leave(self, error)

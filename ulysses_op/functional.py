@@ -1,27 +1,13 @@
-"""The exchange as two functions, over a communicator that is kept for each process group."""
+"""The exchange as two functions, eager and under torch.compile, over a communicator kept for each process group."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from .communicator import Communicator, check_tensor
-from .process_groups import GroupLike, resolve_group
-
-# Tied to the live group: one that is destroyed and created again under the same name gets a communicator of its own.
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
-
-
-def communicator_of(group: GroupLike, device: torch.device) -> Communicator:
-    """The communicator that the functional forms use for ``group`` and tensors on ``device``."""
-    of_group = _communicators.setdefault(resolve_group(group), {})
-    communicator = of_group.get(str(device))
-    if communicator is None:
-        communicator = of_group[str(device)] = Communicator(group)
-    return communicator
+from .exchange_group import call_op
+from .process_groups import GroupLike, identify_group
 
 
 def scatter_heads(
@@ -38,15 +24,14 @@ def scatter_heads(
     overlap: heads are replicated.
     seq_lens: S_local of each rank; None says that all are equal.
 
-    Returns (B, S_global, H_local, D), contiguous, owned by the caller; the same as gathering x along the sequence
-    from all ranks and then slicing this rank's heads. Differentiable: the backward is :func:`gather_heads`, which
-    adds up the gradients of replicated heads.
+    Returns (B, S_global, H_local, D), contiguous, owned by the caller; the same as gathering x along the sequence from
+    all ranks and then slicing this rank's heads. Differentiable: the backward is :func:`gather_heads`, which adds up
+    the gradients of replicated heads.
 
     Raises ValueError or TypeError for arguments that do not fit, before anything moves, and UlyssesError for failures
     of peers.
     """
-    check_tensor(x)
-    return communicator_of(group, x.device).scatter_heads(x, heads=heads, seq_lens=seq_lens)
+    return call_op("scatter_heads", x, identify_group(group), heads, seq_lens)
 
 
 def gather_heads(
@@ -63,5 +48,4 @@ def gather_heads(
 
     Returns (B, S_local, H, D), contiguous, owned by the caller. Differentiable; raises as scatter_heads does.
     """
-    check_tensor(x)
-    return communicator_of(group, x.device).gather_heads(x, heads=heads, seq_lens=seq_lens)
+    return call_op("gather_heads", x, identify_group(group), heads, seq_lens)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .layout import Exchange
+from .layout import Exchange, HeadRanges, slot_ranges
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -36,20 +36,19 @@ class DifferentiableExchange(torch.autograd.Function):
         reverses = [exchange.reverse() for exchange in ctx.exchanges]
         parts = ctx.communicator._exchange(list(zip(tags, gradients, reverses, strict=True)))
         sums = [
-            sum_replicas(part, reverse) if reverse.replicas else part
+            sum_replicas(part, reverse.heads) if reverse.replicas else part
             for part, reverse in zip(parts, reverses, strict=True)
         ]
         return (None, None, None, None, *sums)
 
 
-def sum_replicas(parts: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def sum_replicas(parts: torch.Tensor, heads: HeadRanges) -> torch.Tensor:
     """Add up the copies of replicated heads, in rank order, half precision in fp32.
 
     parts: (B, S_local, sum(H_local), D), what a gather with ``replicas`` gives. Returns (B, S_local, H, D).
     """
     wide = torch.float32 if parts.dtype in (torch.float16, torch.bfloat16) else parts.dtype
-    total = parts.new_zeros((*parts.shape[:2], exchange.num_heads, parts.shape[3]), dtype=wide)
-    for rank, (start, stop) in enumerate(exchange.heads):
-        slot = exchange.head_slot(rank)
-        total[:, :, start:stop] += parts[:, :, slot : slot + stop - start]
+    total = parts.new_zeros((*parts.shape[:2], max(stop for _, stop in heads), parts.shape[3]), dtype=wide)
+    for (start, stop), (first, last) in zip(heads, slot_ranges(heads), strict=True):
+        total[:, :, start:stop] += parts[:, :, first:last]
     return total.to(parts.dtype)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -77,6 +79,14 @@ class Exchange:
     heads: HeadRanges
     seq_lens: tuple[int, ...]
     replicas: bool = False
+
+    @cached_property
+    def digest(self) -> int:
+        """64 bits that are equal on every rank for equal exchanges, in every process."""
+        return int.from_bytes(blake2b(repr(self).encode(), digest_size=8).digest(), "little")
+
+    def __hash__(self) -> int:
+        return self.digest
 
     @property
     def world_size(self) -> int:
@@ -157,11 +167,12 @@ class Exchange:
         """The exchange the other way, as the backward needs it.
 
         The reverse of a replicated scatter is a gather with ``replicas``, whose output has sum(H_local) heads for the
-        caller to add up; the reverse of that is the scatter again.
+        caller to add up; the reverse of that scatters those sum(H_local) heads, each copy to its own rank.
         """
-        direction: Direction = "gather_heads" if self._scatters else "scatter_heads"
-        replicas = self._scatters and self.replicated
-        return Exchange(direction, self.batch, self.num_heads, self.head_dim, self.heads, self.seq_lens, replicas)
+        if self._scatters:
+            return replace(self, direction="gather_heads", replicas=self.replicated)
+        slots = slot_ranges(self.heads)
+        return replace(self, direction="scatter_heads", num_heads=slots[-1][1], heads=slots, replicas=False)
 
     @property
     def _scatters(self) -> bool:
@@ -178,6 +189,12 @@ class Exchange:
     def _along_exchanged(self, start: int, stop: int) -> Region:
         span = slice(start, stop)
         return (_ALL, span, _ALL, _ALL) if self._scatters else (_ALL, _ALL, span, _ALL)
+
+
+def slot_ranges(heads: HeadRanges) -> HeadRanges:
+    """Where each rank's heads lie when all ranks' heads are put side by side in rank order."""
+    stops = list(accumulate(stop - start for start, stop in heads))
+    return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def scatter_exchange(
@@ -232,11 +249,13 @@ def gather_exchange(
     rank: int,
     heads: Sequence[Sequence[int]] | None = None,
     seq_lens: Sequence[int] | None = None,
+    replicas: bool = False,
 ) -> Exchange:
     """The exchange that gathers the heads of an input of ``shape`` (B, S_global, H_local, D) on ``rank``.
 
     ``heads`` is a (start, stop) per rank that partitions the H heads in rank order; None says that every rank has
-    H_local heads. ``seq_lens`` is S_local per rank; None splits S_global equally.
+    H_local heads. ``seq_lens`` is S_local per rank; None splits S_global equally. ``replicas`` admits ranges that
+    overlap, and then all copies arrive side by side.
 
     Raises ValueError if shape, world_size, rank, heads or seq_lens do not fit each other, or the ranges of heads
     overlap (replicated heads cannot be gathered) or leave a gap.
@@ -246,7 +265,7 @@ def gather_exchange(
         ranges = _split(heads_local * world_size, world_size)
     else:
         ranges = _check_heads(heads, world_size)
-        if not _in_rank_order(ranges):
+        if not replicas and not _in_rank_order(ranges):
             raise ValueError(
                 "heads must partition the H heads in rank order to be gathered, without overlap or gap, "
                 f"got {ranges}: gather with the plan of the queries (ulysses_op.head_plan(...).q)"
@@ -269,7 +288,8 @@ def gather_exchange(
             raise ValueError(
                 f"seq_lens must add up to S_global = {seq_global} (shape[1]), got {lengths} with sum {sum(lengths)}"
             )
-    return Exchange("gather_heads", batch, sum(e - s for s, e in ranges), head_dim, ranges, lengths)
+    num_heads = max(stop for _, stop in ranges) if replicas else sum(stop - start for start, stop in ranges)
+    return Exchange("gather_heads", batch, num_heads, head_dim, ranges, lengths, replicas)
 
 
 def _split(count: int, parts: int) -> HeadRanges:

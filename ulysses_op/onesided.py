@@ -14,6 +14,7 @@ from .loans import LoanKey, Loans
 from .mapping import Mapping, PeerBuffer, cuda_context
 from .rendezvous import Channel
 from .targets import TargetCache, TargetKey
+from .torch_compat import current_stream_handle
 
 _test_skip: frozenset[str] = frozenset()
 """Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
@@ -58,8 +59,7 @@ class OneSidedEngine:
     def prepare(self, group: ExchangeGroup, submission: Submission) -> None:
         """What may still fail, or involve the host of every rank, before anything of this submission moves."""
         if self._cuda and not group.submissions:
-            stream = torch.cuda.current_stream(self._device)
-            self._capture_id = self._transport.capture_id(stream.cuda_stream)
+            self._capture_id = self._transport.capture_id(current_stream_handle(self._device))
         exchange, x = submission.exchange, submission.x
         key = TargetKey(submission.tag, exchange.direction, x.dtype)
         nbytes = exchange.max_output_numel * x.element_size()
@@ -83,7 +83,7 @@ class OneSidedEngine:
                 self._transport.begin(group.ready_digest(submission))
             self._transport.put(plan, state.source.data_ptr(), state.target.addresses)
             return
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = current_stream_handle(self._device)
         capturing = self._capture_id != 0
         if not group.submissions:
             self._submit_streams.clear()
@@ -97,13 +97,17 @@ class OneSidedEngine:
             key = (self._capture_id, submission.tag)
             state.result = self._loans.lend(key, state.target, self.rank, shape, state.source.dtype)
             state.lent = True
-        self._transport.put(plan, state.source.data_ptr(), state.target.addresses, stream, capturing)
-        own = state.source[exchange.own_source(self.rank)]
+        result, source = state.result, state.source
+        own_target = result.data_ptr() if self.own_slice_stream == "memcpy" else 0
+        self._transport.put(plan, source.data_ptr(), state.target.addresses, own_target, stream, capturing)
+        if own_target:
+            return
+        own = source[exchange.own_source(self.rank)]
         if self.own_slice_stream == "side":
             with torch.cuda.stream(self._own_stream):
-                state.result[exchange.own_dest(self.rank)].copy_(own)
+                result[exchange.own_dest(self.rank)].copy_(own)
         else:
-            state.result[exchange.own_dest(self.rank)].copy_(own)
+            result[exchange.own_dest(self.rank)].copy_(own)
 
     def finish(self, group: ExchangeGroup) -> None:
         if self._cuda:

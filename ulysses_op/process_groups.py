@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -42,3 +43,12 @@ def resolve_group(group: GroupLike) -> dist.ProcessGroup:
     raise TypeError(
         f"group is a {type(group).__name__}: expected None, a name, a ProcessGroup or a one-dimensional DeviceMesh"
     )
+
+
+@torch.compiler.assume_constant_result
+def identify_group(group: GroupLike) -> tuple[str, int, int]:
+    """Name, world size and this process's rank of the process group meant; constants under torch.compile. Raises as
+    :func:`resolve_group` does.
+    """
+    resolved = resolve_group(group)
+    return resolved.group_name, resolved.size(), resolved.rank()

@@ -24,6 +24,11 @@ def group_device_types(group: dist.ProcessGroup) -> set[str]:
     return {device.type for device in group._device_types}
 
 
+def current_stream_handle(device: torch.device) -> int:
+    """The current CUDA stream of ``device`` as an integer, without making a Stream object of it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
 def can_invalidate_storage() -> bool:
     """Whether a storage can be made to raise on access. Only CUDA builds have this."""
     return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")

@@ -1,0 +1,188 @@
+"""The exchange as torch.library ops, schema, kernel, fake and autograd side by side.
+
+An op's arguments say everything that its fake, its backward, and a compiler may want to know; the string only finds the
+communicator at run time. ``rank`` is -1 where nothing depends on it (equal heads, equal lengths), so that all ranks
+compile the same graph. ``heads`` is start and stop of each rank's heads, flattened, or empty for the equal split;
+``seq_lens`` each rank's length, or empty where all are equal.
+
+NOTE [Replicated heads]: the backward of a scatter whose ranges overlap is a gather with ``replicas``, where the
+copies of all ranks arrive side by side, followed by a sum in rank order. The backward of that gather scatters the
+copies, which then partition their heads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import registry
+from .communicator import Communicator
+from .gradients import sum_replicas
+from .layout import HeadRanges, slot_ranges
+from .process_groups import resolve_group
+
+_ARGUMENTS = "Tensor x, str communicator, int world_size, int rank, int[] heads, SymInt[] seq_lens"
+
+_library = torch.library.Library("ulysses_op", "DEF")
+_library.define(f"scatter_heads({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+_library.define(f"gather_heads({_ARGUMENTS}, bool replicas) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+
+
+# Kernels.
+
+# Tied to the live group: one that is destroyed and created again under the same name gets communicators of its own.
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()
+
+
+def communicator_of(name: str, device: torch.device) -> Communicator:
+    """The communicator with that name; or, for a process group's name, the one kept for it and ``device``.
+
+    Raises RuntimeError for a communicator that is gone, ValueError for a name that is not known.
+    """
+    if "#" in name:
+        found = registry.find(name)
+        if found is None:
+            raise RuntimeError(f"the communicator {name!r} is gone: keep a reference to it as long as it is used")
+        return found
+    of_device = _of_group.setdefault(resolve_group(name), {})
+    if device not in of_device:
+        of_device[device] = Communicator(name)
+    return of_device[device]
+
+
+def _run(
+    x: torch.Tensor,
+    name: str,
+    world_size: int,
+    direction: Any,
+    heads: Sequence[int],
+    seq_lens: Sequence[int],
+    replicas: bool = False,
+) -> torch.Tensor:
+    communicator = communicator_of(name, x.device)
+    if communicator.world_size != world_size:
+        raise RuntimeError(
+            f"this code was compiled for {world_size} ranks, but the group of {name!r} now has "
+            f"{communicator.world_size}: call torch.compiler.reset() and compile it again"
+        )
+    return communicator._exchange_one(x, direction, _pairs(heads) or None, tuple(seq_lens) or None, replicas)
+
+
+def _scatter_kernel(
+    x: torch.Tensor, communicator: str, world_size: int, rank: int, heads: Sequence[int], seq_lens: Sequence[int]
+) -> torch.Tensor:
+    return _run(x, communicator, world_size, "scatter_heads", heads, seq_lens)
+
+
+def _gather_kernel(
+    x: torch.Tensor,
+    communicator: str,
+    world_size: int,
+    rank: int,
+    heads: Sequence[int],
+    seq_lens: Sequence[int],
+    replicas: bool,
+) -> torch.Tensor:
+    return _run(x, communicator, world_size, "gather_heads", heads, seq_lens, replicas)
+
+
+_library.impl("scatter_heads", _scatter_kernel, "CompositeExplicitAutograd")
+_library.impl("gather_heads", _gather_kernel, "CompositeExplicitAutograd")
+
+
+# Fakes: shapes and strides from the arguments alone.
+
+
+@torch.library.register_fake("ulysses_op::scatter_heads", lib=_library)
+def _scatter_fake(
+    x: torch.Tensor, communicator: str, world_size: int, rank: int, heads: Sequence[int], seq_lens: Sequence[int]
+) -> torch.Tensor:
+    torch._check(x.dim() == 4, lambda: f"x must have 4 dimensions (B, S_local, H, D), got {x.dim()}")
+    batch, seq_local, num_heads, head_dim = x.shape
+    if heads:
+        torch._check(num_heads == max(heads), lambda: f"heads reach to {max(heads)}, but x has H = {num_heads}")
+        local: Any = heads[2 * rank + 1] - heads[2 * rank]
+    else:
+        torch._check(
+            num_heads % world_size == 0,
+            lambda: f"H = {num_heads} does not split equally over {world_size} ranks: pass heads",
+        )
+        local = num_heads // world_size
+    if seq_lens:
+        torch._check(
+            seq_local == seq_lens[rank],
+            lambda: f"seq_lens[{rank}] is {seq_lens[rank]}, but x has S_local = {seq_local}",
+        )
+        seq_global: Any = sum(seq_lens)
+    else:
+        seq_global = seq_local * world_size
+    return x.new_empty((batch, seq_global, local, head_dim))
+
+
+@torch.library.register_fake("ulysses_op::gather_heads", lib=_library)
+def _gather_fake(
+    x: torch.Tensor,
+    communicator: str,
+    world_size: int,
+    rank: int,
+    heads: Sequence[int],
+    seq_lens: Sequence[int],
+    replicas: bool,
+) -> torch.Tensor:
+    torch._check(x.dim() == 4, lambda: f"x must have 4 dimensions (B, S_global, H_local, D), got {x.dim()}")
+    batch, seq_global, local, head_dim = x.shape
+    if heads:
+        own = heads[2 * rank + 1] - heads[2 * rank]
+        torch._check(local == own, lambda: f"heads gives rank {rank} {own} heads, but x has H_local = {local}")
+        num_heads: Any = sum(heads[1::2]) - sum(heads[::2])
+    else:
+        num_heads = local * world_size
+    if seq_lens:
+        total = sum(seq_lens)
+        torch._check(seq_global == total, lambda: f"seq_lens add up to {total}, but x has S_global = {seq_global}")
+        seq_local: Any = seq_lens[rank]
+    else:
+        torch._check(
+            seq_global % world_size == 0,
+            lambda: f"S_global = {seq_global} does not split equally over {world_size} ranks: pass seq_lens",
+        )
+        seq_local = seq_global // world_size
+    return x.new_empty((batch, seq_local, num_heads, head_dim))
+
+
+# Gradients: each op is the other's backward.
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.arguments = inputs[1:6]
+
+
+def _scatter_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    communicator, world_size, rank, heads, seq_lens = ctx.arguments
+    ranges = _pairs(heads)
+    replicated = bool(heads) and sum(heads[1::2]) - sum(heads[::2]) > max(heads)
+    parts = torch.ops.ulysses_op.gather_heads(gradient, communicator, world_size, rank, heads, seq_lens, replicated)
+    return (sum_replicas(parts, ranges) if replicated else parts), None, None, None, None, None
+
+
+def _gather_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    communicator, world_size, rank, heads, seq_lens = ctx.arguments
+    slots = _flat(slot_ranges(_pairs(heads))) if heads else []  # the plan itself where it partitions the heads
+    whole = torch.ops.ulysses_op.scatter_heads(gradient, communicator, world_size, rank, slots, seq_lens)
+    return whole, None, None, None, None, None, None
+
+
+torch.library.register_autograd("ulysses_op::scatter_heads", _scatter_backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("ulysses_op::gather_heads", _gather_backward, setup_context=_keep, lib=_library)
+
+
+def _pairs(flat: Sequence[int]) -> HeadRanges:
+    return tuple(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _flat(ranges: Sequence[Sequence[int]]) -> list[int]:
+    return [bound for pair in ranges for bound in pair]
