@@ -117,7 +117,11 @@ def test_reverse_of_a_replicated_scatter_keeps_the_copies_apart() -> None:
     assert gather.output_shape(0) == (2, 4, 4, 5)
     assert [gather.head_slot(r) for r in range(4)] == [0, 1, 2, 3]
     assert gather.max_output_numel == 2 * 4 * 4 * 5
-    assert gather.reverse() == scatter
+    back = gather.reverse()
+    assert back.direction == "scatter_heads" and not back.replicated
+    assert back.heads == ((0, 1), (1, 2), (2, 3), (3, 4))
+    assert [back.input_shape(r) for r in range(4)] == [gather.output_shape(r) for r in range(4)]
+    assert [back.output_shape(r) for r in range(4)] == [gather.input_shape(r) for r in range(4)]
 
 
 def test_exchange_is_the_same_key_on_every_rank() -> None:
