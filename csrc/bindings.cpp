@@ -1,6 +1,7 @@
 // Python's view of the C++ core. No logic here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <memory>
 #include <string>
@@ -20,6 +21,18 @@ namespace py = pybind11;
 
 namespace ulysses {
 namespace {
+
+// A child after fork() has none of its parent's threads, and nothing of a transport that it may touch, not even to
+// destroy it.
+template <typename Transport>
+struct LeaveToParent {
+  pid_t owner = ::getpid();
+  void operator()(Transport* transport) const {
+    if (::getpid() == owner) delete transport;
+  }
+};
+template <typename Transport>
+using TransportClass = py::class_<Transport, std::unique_ptr<Transport, LeaveToParent<Transport>>>;
 
 using Release = py::call_guard<py::gil_scoped_release>;
 
@@ -92,8 +105,11 @@ void bind_shared_memory(py::module_& m) {
       .def(py::init<std::shared_ptr<SharedSegment>, int, int>(), py::arg("segment"), py::arg("rank"),
            py::arg("world_size"))
       .def("register_self", &Board::register_self)
-      .def("watch_peers", &Board::watch_peers);
-  py::class_<ShmTransport>(m, "ShmTransport")
+      .def("watch_peers", &Board::watch_peers)
+      .def("aborted", &Board::aborted)
+      .def("peer_gone", &Board::peer_gone, py::arg("peer"))
+      .def("signalled", &Board::signalled, py::arg("peer"));
+  TransportClass<ShmTransport>(m, "ShmTransport")
       .def(py::init<std::shared_ptr<Board>, double, bool, bool>(), py::arg("board"), py::arg("timeout_s"),
            py::arg("skip_ready"), py::arg("skip_done"))
       .def("begin", &ShmTransport::begin, py::arg("ready"))
@@ -138,7 +154,7 @@ void bind_cuda(py::module_& m) {
            }),
            py::arg("context"), py::arg("handle"), py::arg("size_bytes"))
       .def_property_readonly("address", &CudaIpcMapping::address);
-  py::class_<CudaTransport>(m, "CudaTransport")
+  TransportClass<CudaTransport>(m, "CudaTransport")
       .def_static("pad_bytes", &CudaTransport::pad_bytes, py::arg("world_size"))
       .def(py::init<uintptr_t, std::shared_ptr<Board>, std::vector<uintptr_t>, double, bool, bool>(),
            py::arg("context"), py::arg("board"), py::arg("pads"), py::arg("timeout_s"), py::arg("skip_ready"),
@@ -149,9 +165,9 @@ void bind_cuda(py::module_& m) {
       .def("begin", &CudaTransport::begin, py::arg("ready"), py::arg("stream"), py::arg("readers"),
            py::arg("capturing"), Release())
       .def("put", &CudaTransport::put, py::arg("plan"), py::arg("source"), py::arg("targets"), py::arg("own_target"),
-           py::arg("stream"), py::arg("capturing"))
-      .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"))
-      .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("capturing"))
+           py::arg("stream"), py::arg("capturing"), Release())
+      .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"), Release())
+      .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("capturing"), Release())
       .def("failure", &CudaTransport::failure)
       .def("abort", &CudaTransport::abort, py::arg("message"), Release())
       .def("shutdown", &CudaTransport::shutdown, py::arg("grace_s"), Release());

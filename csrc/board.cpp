@@ -111,6 +111,11 @@ SignalWord& Board::slot(int owner, Signal signal, int writer) const {
   return words[(owner * 2 + static_cast<int>(signal)) * world_size_ + writer];
 }
 
+bool Board::signalled(int peer) const {
+  return slot(rank_, Signal::kReady, peer).load(std::memory_order_acquire) != 0 ||
+         slot(rank_, Signal::kDone, peer).load(std::memory_order_acquire) != 0;
+}
+
 void Board::register_self() {
   Entry& self = entry(rank_);
   self.pid_namespace = pid_namespace();

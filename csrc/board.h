@@ -64,6 +64,9 @@ class Board {
   // What a peer has told this rank, if one gave up. One load when none did.
   std::optional<Failure> aborted() const;
 
+  // Whether a signal of that peer stands on this rank's pad.
+  bool signalled(int peer) const;
+
   // The word on `owner`'s pad that `writer` sets.
   SignalWord& slot(int owner, Signal signal, int writer) const;
 

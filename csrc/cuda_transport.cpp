@@ -12,7 +12,7 @@ namespace {
 // What the queue stands in, written to the own pad by the handshakes themselves.
 enum Phase : uint64_t { kIdle = 0, kAwaitReady = 1, kCopying = 2, kAwaitDone = 3 };
 
-constexpr size_t kMaxInFlight = 512;
+constexpr size_t kMaxInFlight = 64;  // well under the commands that a driver queue takes
 constexpr auto kTick = std::chrono::milliseconds(20);
 constexpr auto kReleaseTick = std::chrono::milliseconds(1);
 constexpr double kSlowGroupSeconds = 0.05;  // a group in flight for less is not looked at
@@ -135,7 +135,10 @@ CudaTransport::CudaTransport(uintptr_t context, std::shared_ptr<Board> board, st
   watcher_ = std::thread([this] { watch(); });
 }
 
-CudaTransport::~CudaTransport() { shutdown(0); }
+CudaTransport::~CudaTransport() {
+  // Whatever is still queued, nobody is left to release it.
+  if (!shutdown(0)) stop();
+}
 
 void CudaTransport::join(CUstream waiter, CUstream stream, CUevent event) {
   ULYSSES_CUDA(cuEventRecord, event, stream);
@@ -260,9 +263,10 @@ void CudaTransport::retire_completed() {
   }
 }
 
-bool CudaTransport::copy_stream_empty() const {
+bool CudaTransport::queues_empty() const {
   RelaxedCapture relaxed;
-  return CudaDriver::get().p_cuStreamQuery(copy_stream_) != CUDA_ERROR_NOT_READY;
+  return CudaDriver::get().p_cuStreamQuery(copy_stream_) != CUDA_ERROR_NOT_READY &&
+         CudaDriver::get().p_cuStreamQuery(own_stream_) != CUDA_ERROR_NOT_READY;
 }
 
 std::optional<Failure> CudaTransport::failure() const {
@@ -340,7 +344,8 @@ void CudaTransport::look() {
   if (failure.peers.empty()) {
     failure.kind = Failure::Kind::kPeerGone;
     for (int peer : silent) {
-      if (board_->peer_gone(peer)) failure.peers.push_back(peer);
+      // Read again: it may have signalled and then ended.
+      if (board_->peer_gone(peer) && read_pad().words == pad.words) failure.peers.push_back(peer);
     }
   }
   if (failure.peers.empty()) {
@@ -390,37 +395,44 @@ void CudaTransport::abort(const std::string& message) {
   fail(std::move(failure));
 }
 
-void CudaTransport::shutdown(double grace_s) {
-  if (shut_down_) return;
-  shut_down_ = true;
-  // At process exit the driver may have gone first, and everything below with it.
-  const CudaDriver& driver = CudaDriver::get();
-  const bool usable = driver.p_cuCtxPushCurrent(context_) == CUDA_SUCCESS;
-  if (usable) {
-    const double start = now_seconds();
-    while (!failed_.load() && !copy_stream_empty()) {
-      if (now_seconds() - start >= grace_s) {
-        Failure failure;
-        failure.kind = Failure::Kind::kClosed;
-        failure.message =
-            "rank " + std::to_string(board_->rank()) + " closed its communicator before the exchange was complete";
-        fail(std::move(failure));
-        break;
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
+bool CudaTransport::shutdown(double grace_s) { return shut_down_ || (drain(grace_s) && stop()); }
+
+bool CudaTransport::drain(double grace_s) {
+  // At process exit the driver may have gone first, and with it everything that could be drained.
+  if (CudaDriver::get().p_cuCtxPushCurrent(context_) != CUDA_SUCCESS) return true;
+  const double start = now_seconds();
+  while (!failed_.load() && !queues_empty()) {
+    if (now_seconds() - start >= grace_s) {
+      Failure failure;
+      failure.kind = Failure::Kind::kClosed;
+      failure.message =
+          "rank " + std::to_string(board_->rank()) + " closed its communicator before the exchange was complete";
+      fail(std::move(failure));
+      break;
     }
-    const double drain_start = now_seconds();
-    while (!copy_stream_empty() && now_seconds() - drain_start < kDrainSeconds) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
+  const double drain_start = now_seconds();
+  bool empty = queues_empty();
+  while (!empty && now_seconds() - drain_start < kDrainSeconds) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    empty = queues_empty();
+  }
+  CUcontext popped = nullptr;
+  CudaDriver::get().p_cuCtxPopCurrent(&popped);
+  return empty;
+}
+
+bool CudaTransport::stop() {
+  shut_down_ = true;
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
   wake_.notify_all();
   if (watcher_.joinable()) watcher_.join();
-  if (!usable) return;
+  const CudaDriver& driver = CudaDriver::get();
+  if (driver.p_cuCtxPushCurrent(context_) != CUDA_SUCCESS) return true;
   driver.p_cuMemFreeHost(host_pad_);
   for (const InFlight& group : in_flight_) {
     if (group.done != last_done_) spare_events_.push_back(group.done);
@@ -433,6 +445,7 @@ void CudaTransport::shutdown(double grace_s) {
   for (CUstream stream : {copy_stream_, own_stream_, watch_stream_}) driver.p_cuStreamDestroy(stream);
   CUcontext popped = nullptr;
   driver.p_cuCtxPopCurrent(&popped);
+  return true;
 }
 
 }  // namespace ulysses

@@ -67,9 +67,10 @@ class CudaTransport {
   std::optional<Failure> failure() const;
   // Gives up: the peers are told, this rank's waits are released.
   void abort(const std::string& message);
-  // Waits at most grace_s for queued work, then gives up; returns when the streams are empty, or after 10 s more.
-  // Idempotent.
-  void shutdown(double grace_s);
+  // Waits at most grace_s for queued work, then gives up and waits at most 10 s more. True once everything is released;
+  // false while commands are stuck behind a caller's stream: then the watcher goes on releasing them, and pads and
+  // targets must stay mapped. Idempotent.
+  bool shutdown(double grace_s);
 
  private:
   struct InFlight {
@@ -81,8 +82,11 @@ class CudaTransport {
   void join(CUstream waiter, CUstream stream, CUevent event);
   void handshake(Signal signal, uint64_t value);
   void retire_completed();  // pops completed groups
-  bool copy_stream_empty() const;
+  bool queues_empty() const;
   CUevent take_event();
+
+  bool drain(double grace_s);  // true once the queues are empty
+  bool stop();                 // ends the watcher, releases streams and events
 
   void watch();
   void look();  // one look at a slow group

@@ -73,7 +73,7 @@ void ShmTransport::abort(const std::string& message) {
   idle_.wait(lock, [this] { return commands_.empty() && !running_; });
 }
 
-void ShmTransport::shutdown(double grace_s) {
+bool ShmTransport::shutdown(double grace_s) {
   {
     std::unique_lock lock(mutex_);
     idle_.wait_for(lock, std::chrono::duration<double>(grace_s), [this] { return commands_.empty() && !running_; });
@@ -90,6 +90,7 @@ void ShmTransport::shutdown(double grace_s) {
   }
   queued_.notify_one();
   if (thread_.joinable()) thread_.join();
+  return true;
 }
 
 void ShmTransport::enqueue(std::function<void()> command) {

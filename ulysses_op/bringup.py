@@ -85,7 +85,10 @@ def _state_facts(
 
 
 def _check_consistent(facts: Sequence[Facts]) -> None:
-    """Raise, alike on every rank, if the ranks did not build the same communicator."""
+    """Raise, alike on every rank, if the ranks did not build the same communicator, or one cannot build any."""
+    errors = [f"rank {fact.rank}: {fact.error}" for fact in facts if fact.error]
+    if errors:
+        raise ValueError("; ".join(errors))
     for what in ("config", "device_type"):
         if len({getattr(fact, what) for fact in facts}) > 1:
             stated = ", ".join(f"rank {fact.rank}: {getattr(fact, what)}" for fact in facts)

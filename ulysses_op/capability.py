@@ -29,6 +29,7 @@ class Facts:
     bus_id: str = ""
     torch_version: str = torch.__version__
     board: str = ""
+    error: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -106,9 +107,13 @@ def probe(device: torch.device, rank: int, config: str, board: str, group_device
             f"the process group has no backend for {device.type} tensors, only for {', '.join(sorted(group_devices))}: "
             "create it with one, for instance 'cpu:gloo,cuda:nccl'"
         )
-    for backend in disabled_backends():
-        refusals[backend] = f"disabled by {DISABLE_VARIABLE}"
-    return Facts(rank, device.type, config, name, bus_id, torch.__version__, board, refusals)
+    error = ""
+    try:
+        for backend in disabled_backends():
+            refusals[backend] = f"disabled by {DISABLE_VARIABLE}"
+    except ValueError as wrong:
+        error = str(wrong)
+    return Facts(rank, device.type, config, name, bus_id, torch.__version__, board, error, refusals)
 
 
 def disabled_backends() -> list[str]:

@@ -10,20 +10,24 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
 from .engine import Engine
-from .errors import BrokenCommunicatorError, TargetError, UlyssesError
+from .errors import BrokenCommunicatorError, TargetError
 from .exchange_group import ExchangeGroup, Submission, call_op
 from .gradients import DifferentiableExchange
 from .layout import Direction, Exchange, HeadRanges, gather_exchange, scatter_exchange
 from .process_groups import GroupLike, resolve_group
 from .registry import register
-from .torch_compat import group_device_types
+from .torch_compat import group_device_types, stops_recomputation
 
 TIMEOUT_VARIABLE = "ULYSSES_OP_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 600.0
+MAX_TIMEOUT_S = 1e6
 DEFAULT_MAX_TARGETS = 12
 _RELEASE_GRACE_S = 2.0  # what garbage collection and interpreter exit allow queued exchanges
 
@@ -58,8 +62,8 @@ class Communicator:
             raise ValueError(f"max_targets is {max_targets}, it must be at least 1")
         if timeout_s is None:
             timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S))
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s}, it must be positive")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s is {timeout_s}, it must be positive and at most {MAX_TIMEOUT_S:.0f}")
         resolved = resolve_group(group)
         self._group_ref = weakref.ref(resolved)  # destroy_process_group must find nobody holding on to the group
         self.rank: int = resolved.rank()
@@ -77,6 +81,7 @@ class Communicator:
         self._open_group: ExchangeGroup | None = None
         self._broken: str | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._release: weakref.finalize[Any, Any] | None = None
         self._exchanges: dict[Any, Exchange] = {}
 
@@ -177,7 +182,7 @@ class Communicator:
 
         Raises RuntimeError when results of a group were never waited for.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         group, self._open_group = self._open_group, None
@@ -222,6 +227,8 @@ class Communicator:
         final: bool,
         owned: bool = False,
     ) -> None:
+        if isinstance(x, AsyncCollectiveTensor):
+            x = x.wait()
         self._submit_exchange(group, x, tag, self._exchange_of(x, direction, heads, seq_lens), final, owned)
 
     def _submit_exchange(
@@ -250,8 +257,9 @@ class Communicator:
             # Every rank raises this here, so every rank finishes the group with what it has.
             self._abandon(engine, group)
             raise error
-        except (ValueError, UlyssesError) as error:
-            if group.submissions or isinstance(error, BrokenCommunicatorError):
+        except BaseException as error:
+            # Of ordinary errors before a group has begun the peers need not know.
+            if group.submissions or isinstance(error, BrokenCommunicatorError) or not isinstance(error, Exception):
                 self._break(error)
             raise
         self._open_group = group
@@ -293,14 +301,14 @@ class Communicator:
         self._open_group = None
         results = self._differentiable(group, results)
         for submission in group.submissions:
-            submission.state = None
+            submission.release()
         return tuple(results[by_tag[tag]] for tag in wanted)
 
     def _leave(self, group: ExchangeGroup, error: BaseException | None) -> None:
         """The end of the with-block. Results may still be waited for after it, until the next group begins."""
         if self._open_group is not group or self._engine is None or self._broken is not None:
             return
-        if error is not None and not group.final:
+        if error is not None and not group.final and not stops_recomputation(error):
             self._break(error)
         elif error is not None:
             self._abandon(self._engine, group)
@@ -329,6 +337,8 @@ class Communicator:
                 group.final = True
                 self._guarded(engine.finish, group)
             self._guarded(engine.abandon, group)
+        for submission in group.submissions:
+            submission.release()
 
     def _differentiable(self, group: ExchangeGroup, results: list[torch.Tensor]) -> list[torch.Tensor]:
         index = [i for i, submission in enumerate(group.submissions) if submission.differentiable]
@@ -375,6 +385,9 @@ class Communicator:
     ) -> Exchange:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
+        kind: object = x
+        if is_traceable_wrapper_subclass(kind) or isinstance(kind, FakeTensor):
+            raise TypeError(f"x is a {type(x).__name__}, a plain tensor is needed: pass its local one")
         if x.layout != torch.strided or x.is_quantized:
             raise TypeError(
                 f"x has layout {x.layout}{' and is quantized' if x.is_quantized else ''}: a dense tensor is needed"
@@ -425,6 +438,8 @@ class Communicator:
     # Failing.
 
     def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("the communicator belongs to the process that this one was forked from")
         if self._closed:
             raise RuntimeError("the communicator is closed: create another one")
         if self._broken is not None:

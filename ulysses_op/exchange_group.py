@@ -28,9 +28,15 @@ class Submission:
         self.exchange = exchange
         self.differentiable = x.requires_grad and torch.is_grad_enabled()
         self.owned = owned or self.differentiable
-        self.version = None if x.is_inference() else x._version
+        # A view counts the writes to all of its base: those to Q while V travels are none of V's.
+        self.version = None if x.is_inference() or x._is_view() else x._version
         self.digest = digest_of((tag, exchange.digest, x.dtype, self.owned, self.differentiable, final))
         self.state: Any = None
+
+    def release(self) -> None:
+        """Let go of the tensors: the group may outlive its results."""
+        del self.x
+        self.state = None
 
     def check_unchanged(self) -> None:
         if self.version is not None and self.x._version != self.version:
@@ -66,11 +72,15 @@ def call_op(
         raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
     flat: list[int] = []
     if heads is not None:
+        if len(heads) != where[1]:
+            raise ValueError(f"heads must have one (start, stop) for each of {where[1]} ranks, got {len(heads)}")
         for peer, pair in enumerate(heads):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise ValueError(f"heads[{peer}] must be (start, stop), got {pair!r}")
             flat += pair
     lengths = list(seq_lens) if seq_lens is not None else []
+    if seq_lens is not None and len(lengths) != where[1]:
+        raise ValueError(f"seq_lens must have one length for each of {where[1]} ranks, got {len(lengths)}")
     communicator, world_size, rank = where
     if not flat and not lengths:
         rank = -1

@@ -18,9 +18,9 @@ class C10dEngine:
     """One asynchronous all-to-all a submission, so that V travels while Q and K are still computed. Results are
     always owned.
 
-    Before data moves, ranks compare what they are about to exchange, since a collective whose sizes differ between
-    ranks hangs or worse. For CPU tensors that is an all-gather of 8 bytes a submission. For CUDA tensors it would
-    stall the host, so it is done for each new submission only, through the store.
+    Ranks compare what they exchange, since a collective whose sizes differ between ranks hangs or worse. For CPU
+    tensors they do so before data moves, by an all-gather of 8 bytes a submission. For CUDA tensors that would stall
+    the host: each new submission is compared before, through the store, and each group after, on the GPU.
     """
 
     backend = "c10d"
@@ -35,6 +35,9 @@ class C10dEngine:
         self._channel = channel
         self._timeout_s = timeout_s
         self._agreed: set[int] = set()
+        if device.type == "cuda":
+            self._differs = torch.zeros((), dtype=torch.bool, device=device)
+            self._differs_on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
 
     def prepare(self, group: ExchangeGroup, submission: Submission) -> None:
         """Nothing can fail on one rank alone before the all-to-all."""
@@ -85,6 +88,8 @@ class C10dEngine:
                     region, shape = _incoming(exchange, self.rank, peer)
                     result[region].copy_(piece.view(shape))
             results.append(result)
+        if self._device.type == "cuda":
+            self._verify(group.done_digest())
         return results
 
     def abandon(self, group: ExchangeGroup) -> None:
@@ -93,6 +98,8 @@ class C10dEngine:
 
     def check(self, group: ExchangeGroup | None) -> None:
         """Failures of the process group are raised by its own calls."""
+        if self._device.type == "cuda" and self._differs_on_host:
+            raise MismatchError(f"rank {self.rank} (c10d): the ranks submitted different groups; results are void")
 
     def abort(self, message: str) -> None:
         """Peers are not told: their next collective of the group runs into the time-out."""
@@ -137,13 +144,25 @@ class C10dEngine:
                 )
             texts = self._channel.all_gather(digest.to_bytes(8, "little"))
             digests = [int.from_bytes(text, "little") for text in texts]
+            if len(self._agreed) >= 4096:
+                self._agreed.clear()
+            self._agreed.add(digest)
         others = [rank for rank, other in enumerate(digests) if other != digest]
         if others:
             raise MismatchError(
                 f"rank {self.rank} (c10d): rank(s) {', '.join(map(str, others))} submitted another tag, shape, dtype, "
-                f"plan or order than {what}"
+                f"plan, need of a gradient, or order than {what}"
             )
-        self._agreed.add(digest)
+
+    def _verify(self, digest: int) -> None:
+        """Compare a group that has been exchanged, on the GPU: :meth:`check` raises once it has found a difference."""
+        own = torch.full((1,), digest - (1 << 63), dtype=torch.int64, device=self._device)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        work = dist.all_gather(gathered, own, group=self._group(), async_op=True)
+        assert work is not None
+        work.wait()
+        self._differs |= (torch.cat(gathered) != own).any()
+        self._differs_on_host.copy_(self._differs, non_blocking=True)
 
 
 def _outgoing(exchange: Exchange, rank: int, peer: int) -> Region:

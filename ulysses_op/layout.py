@@ -330,10 +330,11 @@ def _check_heads(heads: Sequence[Sequence[int]], world_size: int) -> HeadRanges:
 def _check_seq_lens(seq_lens: Sequence[int], world_size: int) -> tuple[int, ...]:
     if len(seq_lens) != world_size:
         raise ValueError(f"seq_lens must have one length for each of {world_size} ranks, got {len(seq_lens)}")
-    for rank, length in enumerate(seq_lens):
+    lengths = tuple(map(operator.index, seq_lens))
+    for rank, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"seq_lens[{rank}] must not be negative, got {length}")
-    return tuple(seq_lens)
+    return lengths
 
 
 def _first_uncovered(ranges: HeadRanges, num_heads: int) -> int | None:

@@ -39,6 +39,9 @@ class Mapping(Protocol):
         Raises TargetError on every rank when it fails on one.
         """
 
+    def release(self, buffers: list[PeerBuffer]) -> None:
+        """Unmap and free buffers that no rank uses any more. Collective."""
+
 
 def rounded(nbytes: int, device: torch.device) -> int:
     """The size that is allocated when ``nbytes`` are asked for: equal on all ranks when ``nbytes`` is."""
@@ -75,6 +78,9 @@ class SharedMemory:
         base = torch.frombuffer(own, dtype=torch.uint8)
         return PeerBuffer(base, [segment.address for segment in segments], segments)
 
+    def release(self, buffers: list[PeerBuffer]) -> None:
+        buffers.clear()  # pages live until the last rank has unmapped them
+
 
 class SymmetricMemory:
     """torch Symmetric Memory with its CUDA backend."""
@@ -110,6 +116,9 @@ class SymmetricMemory:
         self._channel.vote("the rendezvous of symmetric memory", rendezvous)
         return PeerBuffer(tensors[0], addresses, handles)
 
+    def release(self, buffers: list[PeerBuffer]) -> None:
+        buffers.clear()  # the driver keeps memory until the last rank has unmapped it
+
 
 class CudaIpc:
     """Device memory shared by CUDA IPC handles."""
@@ -140,7 +149,22 @@ class CudaIpc:
         handles = self._channel.gather_results(f"allocating {size} bytes of device memory", create)
         self._channel.vote("opening CUDA IPC handles", open_peers)
         base = tensor_at(own[0].address, size, (size,), torch.uint8, self._device)
-        return PeerBuffer(base, addresses, (own, mappings))
+        return PeerBuffer(base, addresses, _CudaIpcOwner(own[0], mappings))
+
+    def release(self, buffers: list[PeerBuffer]) -> None:
+        if not buffers:
+            return
+        for buffer in buffers:
+            assert isinstance(buffer.owner, _CudaIpcOwner)
+            buffer.owner.mappings.clear()
+        self._channel.all_gather(b"")  # CUDA wants every importer gone before the exporter frees
+        buffers.clear()
+
+
+@dataclass
+class _CudaIpcOwner:
+    own: _C.CudaIpcBuffer
+    mappings: list[_C.CudaIpcMapping]
 
 
 def cuda_context(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from .torch_compat import current_stream_handle
 _test_skip: frozenset[str] = frozenset()
 """Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
 
+_undrained: list[OneSidedEngine] = []
+"""Closed while commands of theirs were still stuck behind the caller's streams: their memory must stay mapped."""
+
 
 class OneSidedEngine:
     """Moves submissions into the peers' targets. READY and DONE are signalled once a group, whatever it holds."""
-
-    own_slice_stream = "side"
 
     def __init__(
         self, backend: str, channel: Channel, device: torch.device, mapping: Mapping, max_targets: int
@@ -44,13 +46,16 @@ class OneSidedEngine:
         # Streams on which results of a tag may be read: its target is not written again before they get there.
         self._readers: dict[LoanKey, dict[int, torch.cuda.Stream]] = {}
         self._submit_streams: set[int] = set()
+        self._unfinished = False
 
     def start(self, board: _C.Board, timeout_s: float) -> None:
         """Local: streams and threads."""
         skip_ready, skip_done = "ready" in _test_skip, "done" in _test_skip
         if self._pads is None:
             self._transport = _C.ShmTransport(board, timeout_s, skip_ready, skip_done)
+            self._channel.watch(board, signals=True)
             return
+        self._channel.watch(board, signals=False)
         context = cuda_context(self._device)
         self._transport = _C.CudaTransport(context, board, self._pads.addresses, timeout_s, skip_ready, skip_done)
         self._copy_stream = torch.cuda.ExternalStream(self._transport.copy_stream, self._device)
@@ -64,7 +69,9 @@ class OneSidedEngine:
         key = TargetKey(submission.tag, exchange.direction, x.dtype)
         nbytes = exchange.max_output_numel * x.element_size()
         if self._capture_id:
-            target = self._targets.pinned(self._capture_id, key, nbytes)
+            target, taken = self._targets.pinned(self._capture_id, key, nbytes)
+            if taken:
+                self._end([(0, key.tag)], "its target now belongs to a CUDA graph")
         else:
             in_use = [TargetKey(s.tag, s.exchange.direction, s.x.dtype) for s in group.submissions]
             if not self._targets.holds(key, nbytes):
@@ -73,43 +80,36 @@ class OneSidedEngine:
         source = x.detach().resolve_conj().resolve_neg()
         if not _C.rows_dense(source.shape, source.stride()):
             source = source.contiguous()
-        submission.state = _InTransit(target, source)
+        submission.state = _InTransit(target, source, self._plan(exchange, source))
 
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
         state: _InTransit = submission.state
-        plan = self._plan(submission.exchange, state.source)
         if not self._cuda:
             if not group.submissions:
+                self._unfinished = True
                 self._transport.begin(group.ready_digest(submission))
-            self._transport.put(plan, state.source.data_ptr(), state.target.addresses)
+            self._transport.put(state.plan, state.source.data_ptr(), state.target.addresses)
             return
         stream = current_stream_handle(self._device)
         capturing = self._capture_id != 0
         if not group.submissions:
+            self._unfinished = True
             self._submit_streams.clear()
             self._transport.begin(group.ready_digest(submission), stream, self._end_loans(group, stream), capturing)
         self._submit_streams.add(stream)
-        exchange = submission.exchange
-        shape = exchange.output_shape(self.rank)
+        shape = submission.exchange.output_shape(self.rank)
         if submission.owned or not self._loans.possible:
             state.result = torch.empty(shape, dtype=state.source.dtype, device=self._device)
         else:
             key = (self._capture_id, submission.tag)
             state.result = self._loans.lend(key, state.target, self.rank, shape, state.source.dtype)
             state.lent = True
-        result, source = state.result, state.source
-        own_target = result.data_ptr() if self.own_slice_stream == "memcpy" else 0
-        self._transport.put(plan, source.data_ptr(), state.target.addresses, own_target, stream, capturing)
-        if own_target:
-            return
-        own = source[exchange.own_source(self.rank)]
-        if self.own_slice_stream == "side":
-            with torch.cuda.stream(self._own_stream):
-                result[exchange.own_dest(self.rank)].copy_(own)
-        else:
-            result[exchange.own_dest(self.rank)].copy_(own)
+        self._transport.put(
+            state.plan, state.source.data_ptr(), state.target.addresses, state.result.data_ptr(), stream, capturing
+        )
 
     def finish(self, group: ExchangeGroup) -> None:
+        self._unfinished = False
         if self._cuda:
             self._transport.end(group.done_digest(), self._capture_id != 0)
         else:
@@ -137,7 +137,11 @@ class OneSidedEngine:
     def close(self, grace_s: float) -> None:
         self._loans.end(self._loans.keys(), "its communicator was closed")
         if self._transport is not None:
-            self._transport.shutdown(grace_s)
+            if self._unfinished:
+                self.abort("released its communicator in the middle of a group")
+            if not self._transport.shutdown(grace_s):
+                _undrained.append(self)
+                return
         self._targets.clear()
         self._pads = None
 
@@ -148,11 +152,13 @@ class OneSidedEngine:
         if others:
             raise MismatchError(
                 f"rank {self.rank} ({self.backend}): rank(s) {', '.join(map(str, others))} submitted another "
-                f"tag, shape, dtype or plan than {submission.tag!r}, {submission.exchange}"
+                f"tag, shape, dtype, plan or need of a gradient than {submission.tag!r}, {submission.exchange}"
             )
 
     def _plan(self, exchange: Exchange, source: torch.Tensor) -> _C.CopyPlan:
-        key = (exchange, source.stride(), source.element_size())
+        # The stride of a dimension of size 1 may be anything, and means nothing.
+        strides = tuple(0 if n == 1 else step for n, step in zip(source.shape, source.stride(), strict=True))
+        key = (exchange, strides, source.element_size())
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= 1024:
@@ -160,7 +166,7 @@ class OneSidedEngine:
             plan = self._plans[key] = _C.make_copy_plan(
                 exchange.direction,
                 source.shape,
-                source.stride(),
+                strides,
                 source.element_size(),
                 exchange.heads,
                 exchange.seq_lens,
@@ -174,12 +180,14 @@ class OneSidedEngine:
         keys = {key for key in (*self._loans.keys(), *self._readers) if key[0] == here}
         if group.tags:
             keys &= {(here, tag) for tag in group.tags}
-        self._loans.end(keys, "a later group of the same communicator has begun")
-        readers: dict[int, torch.cuda.Stream] = {}
-        for key in keys:
-            readers.update(self._readers.pop(key, {}))
-        readers.pop(stream, None)
+        readers = self._end(keys, "a later group of the same communicator has begun")
+        readers.discard(stream)
         return list(readers)
+
+    def _end(self, keys: Collection[LoanKey], why: str) -> set[int]:
+        """End loans; the streams on which their targets may still be read."""
+        self._loans.end(keys, why)
+        return {stream for key in keys for stream in self._readers.pop(key, ())}
 
     def _deliver_cuda(self, group: ExchangeGroup) -> list[torch.Tensor]:
         stream = torch.cuda.current_stream(self._device)
@@ -193,8 +201,9 @@ class OneSidedEngine:
                 # The caller's stream orders the reuse of the inputs' memory only where it is the one that waits.
                 state.source.record_stream(self._copy_stream)
                 state.source.record_stream(self._own_stream)
+                if not state.lent:
+                    state.result.record_stream(stream)
             result = state.result
-            assert result is not None
             if not state.lent:
                 self._copy_out(submission, result)
             elif differentiable:
@@ -224,9 +233,9 @@ class OneSidedEngine:
         for region in exchange.peer_dests(self.rank):
             result[region].copy_(view[region])
 
-    def _quiesce(self) -> None:
-        self._loans.end(self._loans.keys(), "its target was replaced by a larger one, or evicted")
-        self._readers.clear()
+    def _quiesce(self, keys: Sequence[TargetKey]) -> None:
+        """Let nothing use the targets of ``keys`` any more."""
+        self._end([(0, key.tag) for key in keys], "its target was replaced by a larger one, or evicted")
         if self._cuda:
             torch.cuda.synchronize(self._device)
         else:
@@ -236,12 +245,14 @@ class OneSidedEngine:
 class _InTransit:
     """A submission between submit and wait. ``source`` is the input, or a copy of it whose rows are dense."""
 
-    __slots__ = ("lent", "result", "source", "target")
+    __slots__ = ("lent", "plan", "result", "source", "target")
 
-    def __init__(self, target: PeerBuffer, source: torch.Tensor) -> None:
+    result: torch.Tensor  # on CUDA, from submit on
+
+    def __init__(self, target: PeerBuffer, source: torch.Tensor, plan: _C.CopyPlan) -> None:
         self.target = target
         self.source = source
-        self.result: torch.Tensor | None = None
+        self.plan = plan
         self.lent = False
 
 
@@ -254,7 +265,7 @@ def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup
     else:
         peers = f"rank(s) {', '.join(map(str, failure.peers))}"
         what = {
-            "mismatch": f"{peers} submitted another tag, shape, dtype, plan or order",
+            "mismatch": f"{peers} submitted another tag, shape, dtype, plan, need of a gradient, or order",
             "peer_gone": f"the process of {peers} has ended",
             "timeout": f"{peers} did not signal within {failure.seconds:.1f} s",
         }.get(failure.kind, f"{peers}: {failure.kind}")

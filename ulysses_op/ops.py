@@ -159,6 +159,7 @@ def _gather_fake(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.arguments = inputs[1:6]
+    ctx.communicator = registry.find(inputs[1])  # the graph needs it as long as it may run backward
 
 
 def _scatter_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:

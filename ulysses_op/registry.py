@@ -11,16 +11,15 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-# Counted for each live process group, so that names are the same on every rank and in the next run of a program.
-_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+# Never reset: a name is used once in a process, whatever becomes of its group.
+_counts: Counter[str] = Counter()
 _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 
 
 def register(communicator: Communicator, group: dist.ProcessGroup) -> str:
     """Name a communicator: the group's name, and its number among the communicators of that group."""
-    count = _counts.setdefault(group, Counter())
-    name = f"{group.group_name}#{count[group.group_name]}"
-    count[group.group_name] += 1
+    name = f"{group.group_name}#{_counts[group.group_name]}"
+    _counts[group.group_name] += 1
     _communicators[name] = communicator
     return name
 

@@ -4,14 +4,15 @@ pickles.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from .errors import PeerTimeoutError, TargetError
+from . import _C
+from .errors import MismatchError, PeerAbortError, PeerTimeoutError, TargetError
 from .torch_compat import group_device_types
 
 _MESSAGE_BYTES = 8192
@@ -41,7 +42,12 @@ def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float)
                 f"rank {group.rank()}: not every rank of the group built its communicator within {timeout_s} s"
             )
         time.sleep(0.0002)
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerTimeoutError(
+            f"rank {group.rank()}: a rank of the group ended before it built its communicator: {error}"
+        ) from error
     messages = [bytes(tensor.cpu().numpy()) for tensor in gathered]
     return [text[4 : 4 + int.from_bytes(text[:4], "little")] for text in messages]
 
@@ -55,24 +61,64 @@ class Channel:
         self._store = dist.PrefixStore(f"ulysses_op/{prefix}", store)
         self._timeout_s = timeout_s
         self._round = 0
+        self._board: _C.Board | None = None
+        self._signals = False
+
+    def watch(self, board: _C.Board, signals: bool) -> None:
+        """While waiting, notice peers that have ended or given up; with ``signals``, those that are in a handshake."""
+        self._board = board
+        self._signals = signals
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order. Raises PeerTimeoutError that names the ranks that are missing."""
+        """Every rank's payload, in rank order.
+
+        Raises PeerTimeoutError that names the ranks that are missing or have ended, PeerAbortError when one gave up,
+        MismatchError when one is in a handshake instead.
+        """
         self._round += 1
         keys = [f"{self._round}/{peer}" for peer in range(self.world_size)]
         self._store.set(keys[self.rank], b"\0" + payload)  # type: ignore[arg-type]
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            missing = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
-            raise PeerTimeoutError(
-                f"rank {self.rank}: rank(s) {missing} did not take part in a rendezvous within {self._timeout_s} s"
-            ) from error
+        start = time.monotonic()
+        for attempt in itertools.count():
+            signalling = self._signalling()
+            if self._store.check(keys):
+                break
+            waited_s = time.monotonic() - start
+            if attempt % 16 == 15:
+                self._give_up_if_hopeless(keys, signalling, waited_s)
+            time.sleep(min(0.01, waited_s / 8 + 0.0001))
         payloads = [bytes(self._store.get(key))[1:] for key in keys]
         # A rank is in this round only once it has read the one before, and all ranks are in this one.
         if self._round > 1:
             self._store.delete_key(f"{self._round - 1}/{self.rank}")
         return payloads
+
+    def _signalling(self) -> list[int]:
+        """Peers whose signal this rank has not asked for."""
+        if self._board is None or not self._signals:
+            return []
+        return [peer for peer in range(self.world_size) if peer != self.rank and self._board.signalled(peer)]
+
+    def _give_up_if_hopeless(self, keys: list[str], signalling: list[int], waited_s: float) -> None:
+        missing = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
+        here = f"rank {self.rank}"
+        if self._board is not None:
+            told = self._board.aborted()
+            if told is not None:
+                raise PeerAbortError(f"{here}, in a rendezvous: a peer gave up: {told.message}")
+            gone = [peer for peer in missing if self._board.peer_gone(peer)]
+            if gone:
+                raise PeerTimeoutError(f"{here}, in a rendezvous: the process of rank(s) {gone} has ended")
+        # Signalled before the key was looked for: a peer that takes part would have set its key before its signal.
+        elsewhere = [peer for peer in missing if peer in signalling]
+        if elsewhere:
+            raise MismatchError(
+                f"{here}, in a rendezvous: rank(s) {elsewhere} submitted another tag, shape, dtype, plan or order"
+            )
+        if waited_s > self._timeout_s:
+            raise PeerTimeoutError(
+                f"{here}: rank(s) {missing} did not take part in a rendezvous within {self._timeout_s} s"
+            )
 
     def gather_results(self, what: str, attempt: Callable[[], bytes]) -> list[bytes]:
         """All-gather what ``attempt`` returns on each rank; where it raised on some rank, raise TargetError on all."""

@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,10 +27,10 @@ class TargetCache:
     """At most ``max_targets`` targets, least recently used out first, and any number of pinned ones.
 
     All calls are collective: keys, sizes and order are equal on all ranks, so hits, misses and evictions are too.
-    ``quiesce`` returns once nothing on this rank uses any target any more; it runs before a target is unmapped.
+    ``quiesce`` returns once nothing on this rank uses the targets of some keys any more; it runs before they go.
     """
 
-    def __init__(self, mapping: Mapping, max_targets: int, quiesce: Callable[[], None]) -> None:
+    def __init__(self, mapping: Mapping, max_targets: int, quiesce: Callable[[Sequence[TargetKey]], None]) -> None:
         self._mapping = mapping
         self._max_targets = max_targets
         self._quiesce = quiesce
@@ -51,33 +51,30 @@ class TargetCache:
         if self.holds(key, nbytes):
             self._targets.move_to_end(key)
             return self._targets[key]
-        outgrown = key in self._targets
-        evicted = [] if outgrown else self._to_evict(key, in_use)
-        if outgrown or evicted:
-            self._quiesce()
+        leaving = [key] if key in self._targets else self._to_evict(key, in_use)
+        if leaving:
+            self._quiesce(leaving)
         # The new one is mapped on all ranks before the old ones go: a failure leaves everything in place.
         fresh = self._mapping.allocate(nbytes)
-        for name in evicted:
-            del self._targets[name]
+        self._mapping.release([self._targets.pop(name) for name in leaving])
         self._targets[key] = fresh
-        self._targets.move_to_end(key)
         return fresh
 
-    def pinned(self, capture_id: int, key: TargetKey, nbytes: int) -> PeerBuffer:
-        """The target of ``key`` in one CUDA graph capture: taken out of the cache for good at its first use there.
+    def pinned(self, capture_id: int, key: TargetKey, nbytes: int) -> tuple[PeerBuffer, bool]:
+        """The target of ``key`` in one CUDA graph capture, and whether it was taken out of the cache for it just now.
 
         Raises RuntimeError if none is there to take: nothing can be allocated inside a capture.
         """
         target = self._pinned.get((capture_id, key))
-        if target is None and key in self._targets and self._targets[key].nbytes >= nbytes:
+        taken = target is None and self.holds(key, nbytes)
+        if taken:
             target = self._pinned[(capture_id, key)] = self._targets.pop(key)
         if target is None or target.nbytes < nbytes:
             raise RuntimeError(
-                f"no target of {nbytes} bytes for tag {key.tag!r} ({key.direction}, {key.dtype}) is "
-                "there to be captured: run the "
-                "same group with these shapes once, outside of the capture and before each capture"
+                f"no target of {nbytes} bytes for tag {key.tag!r} ({key.direction}, {key.dtype}) is there to be "
+                "captured: run the same group with these shapes once, outside of the capture and before each capture"
             )
-        return target
+        return target, taken
 
     def clear(self) -> None:
         self._targets.clear()

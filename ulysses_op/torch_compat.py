@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils import checkpoint
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
@@ -45,3 +46,9 @@ def tensor_at(
     """A contiguous tensor on memory that somebody else owns, with a storage of its own."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload]
+
+
+def stops_recomputation(error: BaseException) -> bool:
+    """Whether ``error`` is how activation checkpointing leaves a recomputation once it has what it needs."""
+    stop = getattr(checkpoint, "_StopRecomputationError", None)
+    return stop is not None and isinstance(error, stop)
