@@ -131,7 +131,12 @@ void bind_shared_memory(py::module_& m) {
           },
           Release())
       .def("failure", &ShmTransport::failure)
-      .def("abort", &ShmTransport::abort, py::arg("message"), Release())
+      .def(
+          "abort",
+          [](ShmTransport& self, const std::string& kind, const std::string& message) {
+            self.abort(kind_of(kind), message);
+          },
+          py::arg("kind"), py::arg("message"), Release())
       .def("shutdown", &ShmTransport::shutdown, py::arg("grace_s"), Release());
 }
 
@@ -169,7 +174,12 @@ void bind_cuda(py::module_& m) {
       .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"), Release())
       .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("capturing"), Release())
       .def("failure", &CudaTransport::failure)
-      .def("abort", &CudaTransport::abort, py::arg("message"), Release())
+      .def(
+          "abort",
+          [](CudaTransport& self, const std::string& kind, const std::string& message) {
+            self.abort(kind_of(kind), message);
+          },
+          py::arg("kind"), py::arg("message"), Release())
       .def("shutdown", &CudaTransport::shutdown, py::arg("grace_s"), Release());
 }
 #endif

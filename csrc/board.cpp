@@ -45,6 +45,13 @@ const char* kind_name(Failure::Kind kind) {
   return "abort";
 }
 
+Failure::Kind kind_of(const std::string& name) {
+  for (auto kind : {Failure::Kind::kTimeout, Failure::Kind::kMismatch, Failure::Kind::kPeerGone}) {
+    if (name == kind_name(kind)) return kind;
+  }
+  return Failure::Kind::kAbort;
+}
+
 std::string describe(const Failure& failure, int rank) {
   if (!failure.message.empty()) return failure.message;
   std::string text = "rank " + std::to_string(rank) + " gave up: rank";

@@ -27,6 +27,8 @@ struct Failure {
 };
 
 const char* kind_name(Failure::Kind kind);
+// The kind of that name; kAbort for any other.
+Failure::Kind kind_of(const std::string& name);
 // One sentence for the other ranks: who gave up, and over whom.
 std::string describe(const Failure& failure, int rank);
 

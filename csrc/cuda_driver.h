@@ -19,7 +19,8 @@ namespace ulysses {
   X(cuDeviceGetAttribute)                                                                                             \
   X(cuDeviceGetByPCIBusId)                                                                                            \
   X(cuDeviceCanAccessPeer)                                                                                            \
-  X(cuCtxGetCurrent) X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuCtxSetCurrent) X(cuCtxGetStreamPriorityRange)         \
+  X(cuCtxGetCurrent)                                                                                                  \
+  X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuCtxSetCurrent) X(cuCtxGetStreamPriorityRange)                            \
       X(cuStreamCreateWithPriority) X(cuStreamDestroy) X(cuStreamQuery) X(cuStreamSynchronize)                        \
           X(cuStreamGetCaptureInfo) X(cuStreamWaitEvent) X(cuStreamBatchMemOp) X(cuStreamWriteValue64)                \
               X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventQuery) X(cuMemcpy2DAsync) X(cuMemcpyAsync) \

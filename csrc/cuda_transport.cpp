@@ -389,8 +389,9 @@ void CudaTransport::release_waits() {
   ULYSSES_CUDA(cuStreamSynchronize, watch_stream_);
 }
 
-void CudaTransport::abort(const std::string& message) {
+void CudaTransport::abort(Failure::Kind kind, const std::string& message) {
   Failure failure;
+  failure.kind = kind;
   failure.message = message;
   fail(std::move(failure));
 }

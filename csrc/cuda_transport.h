@@ -66,7 +66,7 @@ class CudaTransport {
 
   std::optional<Failure> failure() const;
   // Gives up: the peers are told, this rank's waits are released.
-  void abort(const std::string& message);
+  void abort(Failure::Kind kind, const std::string& message);
   // Waits at most grace_s for queued work, then gives up and waits at most 10 s more. True once everything is released;
   // false while commands are stuck behind a caller's stream: then the watcher goes on releasing them, and pads and
   // targets must stay mapped. Idempotent.

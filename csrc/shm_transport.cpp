@@ -65,8 +65,9 @@ std::optional<Failure> ShmTransport::failure() const {
   return board_->aborted();
 }
 
-void ShmTransport::abort(const std::string& message) {
+void ShmTransport::abort(Failure::Kind kind, const std::string& message) {
   Failure failure;
+  failure.kind = kind;
   failure.message = message;
   fail(std::move(failure));
   std::unique_lock lock(mutex_);

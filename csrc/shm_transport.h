@@ -43,7 +43,7 @@ class ShmTransport {
   std::optional<Failure> failure() const;
   // Gives up: the peers are told, what is queued is dropped; returns when the copy thread touches no memory of the
   // caller any more.
-  void abort(const std::string& message);
+  void abort(Failure::Kind kind, const std::string& message);
   // Lets queued commands run for at most grace_s, then gives up. Idempotent. True: nothing of the caller's is in use.
   bool shutdown(double grace_s);
 

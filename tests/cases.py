@@ -1,7 +1,7 @@
 """The exchanges that the tests run, as a table a world size.
 
-A case is one tensor's exchange described by what all ranks share. Head plans and sequence splits stand here as literal numbers or by
-the plainest arithmetic, so that they do not lean on the package.
+A case is one tensor's exchange described by what all ranks share. Head plans and sequence splits stand here as
+literal numbers or by the plainest arithmetic, so that they do not lean on the package.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """`seq` holds the true length of each rank, `ranges` the true heads of each; `pass_*` say whether the call names them."""
+    """`seq` and `ranges` hold the true length and heads of each rank; `pass_*` say whether the call names them."""
 
     name: str
     batch: int

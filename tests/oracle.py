@@ -1,13 +1,12 @@
 """What an exchange must return, by plain indexing and without the package.
 
-Every rank's input follows from (case, direction, seed, rank), so each rank builds all of them, joins them along the dimension that the
-exchange gathers and cuts its own part out of the other. Elements are compared as bits.
+Every rank's input follows from (case, direction, seed, rank), so each rank builds all of them, joins them along the
+dimension that the exchange gathers and cuts its own part out of the other. Elements are compared as bits.
 """
 
 from __future__ import annotations
 
 import torch
-
 from cases import Case
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,7 +28,9 @@ def _mixed(ids: torch.Tensor) -> torch.Tensor:
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, rank: int) -> torch.Tensor:
-    """A contiguous tensor whose elements encode (rank, position): distinct over all ranks from 4 bytes an element on, random bits below."""
+    """A contiguous tensor whose elements encode (rank, position): distinct over all ranks where an element has 4 bytes
+    or more, random bits where it has fewer.
+    """
     numel = 1
     for size in shape:
         numel *= size
@@ -52,7 +53,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, r
 def place(
     shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype, device: str, seed: int, rank: int
 ) -> torch.Tensor:
-    """A (B, S, H, D) tensor that lies in memory as `layout` says; whatever else its storage holds is not equal to its elements."""
+    """A (B, S, H, D) tensor that lies in memory as `layout` says, with other values in the gaps of its storage."""
     b, s, h, d = shape
 
     def fresh(*storage_shape: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Real rank processes for the tests.
 
-A pool keeps one process a rank alive and runs module-level functions on all of them, since importing torch for every test costs more
-than the test. Sub-groups of one world serve the smaller world sizes; ranks outside the group stay idle. `run_fresh` starts processes
-that live for one function, for tests that look at how a process ends.
+A pool keeps one process a rank alive and runs module-level functions on all of them, since importing torch for every
+test costs more than the test. Sub-groups of one world serve the smaller world sizes; ranks outside the group stay idle.
+`run_fresh` starts processes that live for one function, for tests that look at how a process ends.
 
 Run as a script, this file is the entry point of such a fresh process.
 """
@@ -44,7 +44,7 @@ _communicators: dict[tuple[tuple[int, ...], str, str], Any] = {}
 
 
 class RankFailure(AssertionError):
-    """A function raised, died or did not answer on at least one rank; the message holds each rank's traceback or stack."""
+    """A function raised, died or did not answer on some rank; the message holds each such rank's traceback or stack."""
 
 
 # ---- inside a rank
@@ -55,13 +55,21 @@ def group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
     return _groups[members]
 
 
+def meet(group: dist.ProcessGroup) -> None:
+    """A barrier of the hosts."""
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
 def device_of(device: str) -> torch.device:
     """This rank's device of the kind "cpu" or "cuda"."""
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def fresh_group(members: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A new process group of `members`, for tests that leave a group in disorder. Every rank of the world calls this; None outside."""
+    """A new process group of `members`, for tests that leave a group in disorder; None outside of it.
+
+    Every rank of the world calls this.
+    """
     group = dist.new_group(list(members))
     return group if dist.get_rank() in members else None
 
@@ -107,7 +115,7 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def join_world(rank: int, world_size: int, store_at: str, device: str) -> None:
-    """Makes this process rank `rank` of the world that meets at `store_at`: the path of a file, or a port of this host."""
+    """Makes this process rank `rank` of the world that meets at `store_at`: a file's path, or a port of this host."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo"
@@ -166,7 +174,7 @@ def _rank_main(rank: int, world_size: int, device: str, store_at: str, log_path:
 
 
 class RankPool:
-    """`world_size` processes joined in one world. A call that fails on any rank ends them all; the next call starts new ones."""
+    """`world_size` processes in one world. A call that fails on any rank ends them all; the next one starts others."""
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
@@ -230,7 +238,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            # A file, not a TCPStore: each of its connections looks its peer up in the DNS, which takes seconds where that is slow.
+            # A file, not a TCPStore: each connection of that looks its peer up in the DNS, seconds where it is slow.
             args = (
                 rank,
                 self.world_size,
@@ -315,13 +323,13 @@ def run_fresh(
     env: dict[str, str] | None = None,
     tcp: bool = False,
 ) -> FreshRun:
-    """`fn(rank, world_size, *args)` in fresh processes that have joined a world and end as Python ends; args travel as JSON.
+    """`fn(rank, world_size, *args)` in fresh processes that have joined a world and end as Python ends.
 
-    The world's store is a file, or with `tcp` a TCPStore on a port of its own choice.
+    The arguments travel as JSON. The world's store is a file, or with `tcp` a TCPStore on a port of its own choice.
 
     Raises RankFailure with the stacks of all ranks when one of them is still alive after `timeout_s`.
     """
-    before = _shared_memory()
+    before = shared_memory()
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout) if tcp else None
     target = f"{fn.__module__}:{fn.__qualname__}"
@@ -354,17 +362,18 @@ def run_fresh(
         report = "".join(f"\n--- rank {r}, status {processes[r].returncode}\n{texts[r][1]}" for r in range(world_size))
         raise RankFailure(f"{target}: rank {', '.join(map(str, stuck))} still alive after {timeout_s} s{report}")
     ended = [FreshRank(process.returncode, out, err) for process, (out, err) in zip(processes, texts, strict=True)]
-    return FreshRun(ended, _shared_memory_left_since(before))
+    return FreshRun(ended, shared_memory_left_since(before))
 
 
-def _shared_memory() -> set[str]:
+def shared_memory() -> set[str]:
+    """The names in /dev/shm."""
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-def _shared_memory_left_since(before: set[str]) -> list[str]:
+def shared_memory_left_since(before: set[str]) -> list[str]:
     """Names that appeared and stay: what another process on this host holds for a moment is not a leftover."""
     for _ in range(20):
-        left = _shared_memory() - before
+        left = shared_memory() - before
         if not left:
             break
         time.sleep(0.1)
@@ -375,6 +384,8 @@ def _fresh_main(target: str, rank: str, world_size: str, store_at: str, device: 
     _die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     join_world(int(rank), int(world_size), store_at, device)
+    # A rank that is through at once would leave while others are still connecting.
+    meet(dist.group.WORLD)
     module, name = target.split(":")
     getattr(importlib.import_module(module), name)(int(rank), int(world_size), *json.loads(args))
 

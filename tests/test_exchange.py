@@ -84,6 +84,27 @@ def test_case(pool: ranks.RankPool, world_size: int, direction: str, case: Case,
     ok(pool.run(run_case, MEMBERS[world_size], backend, "cpu", case, direction))
 
 
+def run_head_counts(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str, names: tuple[str, ...]
+) -> list[str] | None:
+    """Cases one after another on one communicator: no head count is remembered for the next."""
+    if rank not in members:
+        return None
+    table = {case.name: case for case in cases(len(members))}
+    problems = []
+    for name, direction in itertools.product(names, DIRECTIONS):
+        found = run_case(rank, world_size, members, backend, device, table[name], direction)
+        problems += [f"{name}: {problem}" for problem in found or ()]
+    return problems
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_one_head_count_after_another(pool: ranks.RankPool, world_size: int, backend: str) -> None:
+    names = ("seven_heads", "twenty_heads", "three_heads", "seven_heads", "local_heads_below_world", "twenty_heads")
+    ok(pool.run(run_head_counts, MEMBERS[world_size], backend, "cpu", names))
+
+
 def run_lazy_signs(rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str) -> list[str] | None:
     """Tensors whose conjugation or negation is only a note on the view; complex numbers may also be refused."""
     if rank not in members:
@@ -223,9 +244,9 @@ def test_group_of_gathers(pool: ranks.RankPool, world_size: int, backend: str) -
 
 
 def joint_attention(world_size: int) -> dict[str, Case]:
-    """Image and text tokens of one attention as tags of their own, in different dtypes, one of them with an empty shard."""
-    image = {"seq": tuple(8 - rank for rank in range(world_size)), "counts": (2,) * world_size, "d": 16}
-    text = {"seq": (1,) * (world_size - 1) + (0,), "counts": (2,) * world_size, "d": 16}
+    """Image and text tokens of one attention as tags of their own, in different dtypes, text with an empty shard."""
+    image: dict[str, Any] = {"seq": tuple(8 - rank for rank in range(world_size)), "counts": (2,) * world_size, "d": 16}
+    text: dict[str, Any] = {"seq": (1,) * (world_size - 1) + (0,), "counts": (2,) * world_size, "d": 16}
     return {
         "image_q": uneven("image_q", dtype=torch.bfloat16, slot=1, **image),
         "image_k": uneven("image_k", dtype=torch.float32, slot=2, **image),
@@ -294,7 +315,7 @@ def test_wait_picks_tags(pool: ranks.RankPool, backend: str) -> None:
 
 
 def run_growing(rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str) -> list[str] | None:
-    """More tags than targets, and lengths that grow and shrink: targets are grown and evicted between groups and inside them."""
+    """More tags than targets, and lengths that grow and shrink: growth and eviction between groups and inside them."""
     if rank not in members:
         return None
     me, p = members.index(rank), len(members)
@@ -480,7 +501,7 @@ def weights(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: str
 
 
 def dense_gradient(case: Case, direction: str, seed: int, me: int, device: str) -> torch.Tensor:
-    """The gradient of rank `me`'s input when all ranks' outputs get `weights`: autograd of the exchange on all inputs, in float64."""
+    """The gradient of rank `me`'s input when all ranks' outputs get `weights`, in float64 by autograd of all inputs."""
     shapes = [case.input_shape(direction, r) for r in range(case.world_size)]
     leaves = [torch.zeros(shape, dtype=torch.float64, device=device, requires_grad=True) for shape in shapes]
     outputs = [oracle.reshard(leaves, case, direction, r) for r in range(case.world_size)]
@@ -618,7 +639,7 @@ def test_unusual_gradients(pool: ranks.RankPool, world_size: int, backend: str) 
 def run_group_gradient(
     rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str, needs: tuple[str, ...], used: str
 ) -> list[str] | None:
-    """Gradients through a group of q, k, v. `needs` names what requires grad, `used` which results the rank's loss looks at."""
+    """Gradients through a group of q, k, v. `needs` names what requires grad, `used` what the loss looks at."""
     if rank not in members:
         return None
     me = members.index(rank)
@@ -626,7 +647,11 @@ def run_group_gradient(
     table = qkv(len(members), dtype=torch.float32)
     rng = random.Random(used)
     names = ("q", "k", "v")
-    looks_at = {"all": [names] * 4, "q": [("q",)] * 4, "by_rank": [("q",), ("k", "v"), ("v",), names]}[used]
+    looks_at: list[tuple[str, ...]] = {
+        "all": [names] * 4,
+        "q": [("q",)] * 4,
+        "by_rank": [("q",), ("k", "v"), ("v",), names],
+    }[used]
     problems = []
     for seed in range(REPEATS):
         inputs = {tag: oracle.make_input(table[tag], "scatter_heads", seed, me, device) for tag in names}
@@ -676,7 +701,7 @@ def test_group_gradient(pool: ranks.RankPool, world_size: int, needs: tuple[str,
 def run_attention(
     rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str, kv_heads: int
 ) -> list[str] | None:
-    """A whole attention with its gradients against the same on one process; keys of a second sequence stay where they are."""
+    """A whole attention with its gradients against the same on one process; a second sequence's keys do not travel."""
     if rank not in members:
         return None
     me, p = members.index(rank), len(members)

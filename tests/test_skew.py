@@ -1,4 +1,4 @@
-"""Groups in a row under random delays, every element of every output checked, and the same loop with one handshake left out."""
+"""Groups in a row under random delays, every element of every output checked; and that loop without one handshake."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tables(world_size: int, device: str) -> dict[str, Case]:
 
 
 def delays(rng: random.Random, device: str) -> Callable[[], None]:
-    """A function that now and then holds up the host (asleep or busy), or on CUDA the current stream, for up to LONGEST_DELAY_S."""
+    """A function that now and then holds up the host (asleep or busy), or on CUDA the current stream."""
 
     def delay() -> None:
         if rng.random() > 0.15:
@@ -66,7 +66,7 @@ def run_skew(
     skip: tuple[str, ...] = (),
     timeout_s: float = 30.0,
 ) -> dict[str, Any] | None:
-    """`groups` groups of q, k, v on a new communicator that leaves out the handshakes in `skip`; how many elements were wrong."""
+    """`groups` groups of q, k, v on a new communicator without the handshakes in `skip`: how many wrong elements."""
     if rank not in members:
         return None
     from ulysses_op import UlyssesError, onesided
@@ -78,6 +78,7 @@ def run_skew(
         comm = ranks.fresh_communicator(members, backend, device, timeout_s=timeout_s)
     finally:
         onesided._test_skip = before
+    built = comm.backend
     table = tables(len(members), device)
     inputs = {tag: oracle.make_input(case, "scatter_heads", 0, me, device) for tag, case in table.items()}
     wanted = {tag: oracle.expected(case, "scatter_heads", 0, me, device) for tag, case in table.items()}
@@ -99,12 +100,13 @@ def run_skew(
                 for tag, result in zip(TAGS, results, strict=True):
                     check.compare(result, wanted[tag] + step)
             done += 1
-        wrong = check.wrong()
+        check.wrong()
+        comm.check()
     except UlyssesError as raised:
         if not skip:
             raise
-        error, wrong = repr(raised), check.wrong()
-    built = comm.backend
+        error = repr(raised)
+    wrong = check.wrong()
     comm.close()
     return {"wrong": wrong, "groups": done, "backend": built, "error": error}
 

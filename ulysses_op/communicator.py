@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
 from .engine import Engine
-from .errors import BrokenCommunicatorError, TargetError
+from .errors import BrokenCommunicatorError, TargetError, kind_of_error
 from .exchange_group import ExchangeGroup, Submission, call_op
 from .gradients import DifferentiableExchange
 from .layout import Direction, Exchange, HeadRanges, gather_exchange, scatter_exchange
@@ -190,7 +190,7 @@ class Communicator:
             assert self._engine is not None
             unfinished = group is not None and not group.final
             if unfinished and self._broken is None:
-                self._engine.abort("closed its communicator in the middle of a group")
+                self._engine.abort("abort", "closed its communicator in the middle of a group")
             self._engine.close(0.0 if unfinished or self._broken else self._timeout_s)
         self._engine = None
         if group is not None and self._broken is None:
@@ -459,7 +459,7 @@ class Communicator:
             self._broken = f"{type(error).__name__}: {error}"
             self._open_group = None
             if self._engine is not None:
-                self._engine.abort(self._broken)
+                self._engine.abort(kind_of_error(error), self._broken)
 
 
 def _frozen(value: Any) -> Any:

@@ -29,3 +29,21 @@ class PeerAbortError(BrokenCommunicatorError):
 
 class MismatchError(BrokenCommunicatorError):
     """Ranks submitted different tags, shapes, dtypes, plans or orders."""
+
+
+_KINDS: dict[str, type[BrokenCommunicatorError]] = {
+    "mismatch": MismatchError,
+    "peer_gone": PeerTimeoutError,
+    "timeout": PeerTimeoutError,
+    "driver": BrokenCommunicatorError,
+}
+
+
+def error_of_kind(kind: str) -> type[BrokenCommunicatorError]:
+    """The error for what a transport, or a peer, calls a failure of this kind."""
+    return _KINDS.get(kind, PeerAbortError)
+
+
+def kind_of_error(error: BaseException) -> str:
+    """What a rank that raises ``error`` tells its peers, so that they raise the like."""
+    return next((kind for kind, cls in _KINDS.items() if type(error) is cls), "abort")

@@ -101,7 +101,7 @@ class C10dEngine:
         if self._device.type == "cuda" and self._differs_on_host:
             raise MismatchError(f"rank {self.rank} (c10d): the ranks submitted different groups; results are void")
 
-    def abort(self, message: str) -> None:
+    def abort(self, kind: str, message: str) -> None:
         """Peers are not told: their next collective of the group runs into the time-out."""
 
     def close(self, grace_s: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import _C
-from .errors import BrokenCommunicatorError, MismatchError, PeerAbortError, PeerTimeoutError
+from .errors import BrokenCommunicatorError, MismatchError, error_of_kind
 from .exchange_group import ExchangeGroup, Submission
 from .layout import Exchange
 from .loans import LoanKey, Loans
@@ -39,7 +39,7 @@ class OneSidedEngine:
         self._cuda = device.type == "cuda"
         self._pads = mapping.allocate(_C.CudaTransport.pad_bytes(channel.world_size)) if self._cuda else None
         self._transport: Any = None
-        self._targets = TargetCache(mapping, max_targets, self._quiesce)
+        self._targets = TargetCache(mapping, max_targets)
         self._loans = Loans(device)
         self._plans: dict[tuple[Exchange, tuple[int, ...], int], _C.CopyPlan] = {}
         self._capture_id = 0
@@ -76,7 +76,7 @@ class OneSidedEngine:
             in_use = [TargetKey(s.tag, s.exchange.direction, s.x.dtype) for s in group.submissions]
             if not self._targets.holds(key, nbytes):
                 self._compare(group, submission)
-            target = self._targets.get(key, nbytes, in_use)
+            target = self._targets.get(key, nbytes, in_use, self._quiesce)
         source = x.detach().resolve_conj().resolve_neg()
         if not _C.rows_dense(source.shape, source.stride()):
             source = source.contiguous()
@@ -131,14 +131,14 @@ class OneSidedEngine:
         if failure is not None:
             raise _error_of(failure, self.rank, self.backend, group)
 
-    def abort(self, message: str) -> None:
-        self._transport.abort(f"rank {self.rank}: {message}")
+    def abort(self, kind: str, message: str) -> None:
+        self._transport.abort(kind, f"rank {self.rank}: {message}")
 
     def close(self, grace_s: float) -> None:
         self._loans.end(self._loans.keys(), "its communicator was closed")
         if self._transport is not None:
             if self._unfinished:
-                self.abort("released its communicator in the middle of a group")
+                self.abort("abort", "released its communicator in the middle of a group")
             if not self._transport.shutdown(grace_s):
                 _undrained.append(self)
                 return
@@ -270,10 +270,4 @@ def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup
             "timeout": f"{peers} did not signal within {failure.seconds:.1f} s",
         }.get(failure.kind, f"{peers}: {failure.kind}")
         text = f"{where}{signal}: {what}"
-    kinds = {
-        "mismatch": MismatchError,
-        "peer_gone": PeerTimeoutError,
-        "timeout": PeerTimeoutError,
-        "driver": BrokenCommunicatorError,
-    }
-    return kinds.get(failure.kind, PeerAbortError)(text)
+    return error_of_kind(failure.kind)(text)

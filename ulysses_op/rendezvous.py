@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
-from .errors import MismatchError, PeerAbortError, PeerTimeoutError, TargetError
+from .errors import MismatchError, PeerTimeoutError, TargetError, error_of_kind
 from .torch_compat import group_device_types
 
 _MESSAGE_BYTES = 8192
@@ -105,7 +105,7 @@ class Channel:
         if self._board is not None:
             told = self._board.aborted()
             if told is not None:
-                raise PeerAbortError(f"{here}, in a rendezvous: a peer gave up: {told.message}")
+                raise error_of_kind(told.kind)(f"{here}, in a rendezvous: a peer gave up: {told.message}")
             gone = [peer for peer in missing if self._board.peer_gone(peer)]
             if gone:
                 raise PeerTimeoutError(f"{here}, in a rendezvous: the process of rank(s) {gone} has ended")

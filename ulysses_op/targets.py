@@ -26,14 +26,11 @@ class TargetKey(NamedTuple):
 class TargetCache:
     """At most ``max_targets`` targets, least recently used out first, and any number of pinned ones.
 
-    All calls are collective: keys, sizes and order are equal on all ranks, so hits, misses and evictions are too.
-    ``quiesce`` returns once nothing on this rank uses the targets of some keys any more; it runs before they go.
-    """
+    All calls are collective: keys, sizes and order are equal on all ranks, so hits, misses and evictions are too."""
 
-    def __init__(self, mapping: Mapping, max_targets: int, quiesce: Callable[[Sequence[TargetKey]], None]) -> None:
+    def __init__(self, mapping: Mapping, max_targets: int) -> None:
         self._mapping = mapping
         self._max_targets = max_targets
-        self._quiesce = quiesce
         self._targets: OrderedDict[TargetKey, PeerBuffer] = OrderedDict()
         self._pinned: dict[tuple[int, TargetKey], PeerBuffer] = {}
 
@@ -42,8 +39,16 @@ class TargetCache:
         target = self._targets.get(key)
         return target is not None and target.nbytes >= nbytes
 
-    def get(self, key: TargetKey, nbytes: int, in_use: Collection[TargetKey]) -> PeerBuffer:
+    def get(
+        self,
+        key: TargetKey,
+        nbytes: int,
+        in_use: Collection[TargetKey],
+        quiesce: Callable[[Sequence[TargetKey]], None],
+    ) -> PeerBuffer:
         """The target of ``key`` with room for ``nbytes``; brought up or grown where there is none.
+
+        ``quiesce`` is called before targets go, and returns once nothing on this rank uses those of these keys.
 
         ``in_use`` are the keys of the group that is open: they are not evicted. Raises TargetError on every rank when
         one cannot allocate or map; the cache then is as it was before.
@@ -53,7 +58,7 @@ class TargetCache:
             return self._targets[key]
         leaving = [key] if key in self._targets else self._to_evict(key, in_use)
         if leaving:
-            self._quiesce(leaving)
+            quiesce(leaving)
         # The new one is mapped on all ranks before the old ones go: a failure leaves everything in place.
         fresh = self._mapping.allocate(nbytes)
         self._mapping.release([self._targets.pop(name) for name in leaving])

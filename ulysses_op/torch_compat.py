@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils import checkpoint
 
 
-def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The store that ``group`` was made with, over a connection of its own where the store can be cloned.
+_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
 
-    A blocking wait on a shared connection would hold up its other users, NCCL's heartbeat among them.
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store that ``group`` was made with, over a connection of our own where the store can be cloned.
+
+    A blocking call on a shared connection would hold up its other users, NCCL's heartbeat among them. One connection a
+    process group: making one may take seconds where the resolver is slow.
     """
-    store = distributed_c10d._get_process_group_store(group)
-    try:
-        return store.clone()  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store
+    if group not in _stores:
+        store = distributed_c10d._get_process_group_store(group)
+        try:
+            _stores[group] = store.clone()  # type: ignore[attr-defined]
+        except (AttributeError, RuntimeError, NotImplementedError):
+            return store
+    return _stores[group]
 
 
 def group_device_types(group: dist.ProcessGroup) -> set[str]:
