@@ -15,8 +15,6 @@ from contenders import (
     gather_by_pack,
     gather_group,
     label,
-    own_slice_choices,
-    own_slice_on,
     scatter_by_pack,
     scatter_in_one_pack,
     scatter_in_one_pack_strided,
@@ -154,10 +152,9 @@ def block_table(shape: Shape, dtype: torch.dtype, args: argparse.Namespace, rank
     norm, norm_name = compiled_norm(inputs, shape, ranks)
     process_group = "nccl" if ranks.on_cuda else "gloo"
 
-    def contender(name: str, exchanges: Exchanges, own_slice: str | None = None) -> Contender:
+    def contender(name: str, exchanges: Exchanges) -> Contender:
         def run(inputs: Inputs) -> Outputs:
-            with own_slice_on(own_slice):
-                return block(inputs, shape, norm, exchanges)
+            return block(inputs, shape, norm, exchanges)
 
         return Contender(name, run)
 
@@ -168,10 +165,9 @@ def block_table(shape: Shape, dtype: torch.dtype, args: argparse.Namespace, rank
     ]
     with ExitStack() as stack:
         for backend, communicator in communicators(stack, ranks, [ONE_SIDED[args.device]]).items():
-            for own_slice in own_slice_choices(backend):
-                for lent in (False, True):
-                    name = label(backend, own_slice, f"V first, o by {'a group' if lent else 'gather_heads()'}")
-                    contenders.append(contender(name, by_group(communicator, lent), own_slice))
+            for lent in (False, True):
+                name = label(backend, f"V first, o by {'a group' if lent else 'gather_heads()'}")
+                contenders.append(contender(name, by_group(communicator, lent)))
             bound = contender(BOUND, without_communication(communicator, shape, ranks.device))
             contenders.append(bound)
         expected = contenders[0].run(inputs)[0].float()

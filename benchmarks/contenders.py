@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 from measure import Ranks
 
 import ulysses_op
-from ulysses_op.onesided import OneSidedEngine
 
 TIMEOUT_S = 60
 
@@ -76,27 +75,8 @@ def gather_group(communicator: ulysses_op.Communicator, o: torch.Tensor) -> tupl
         return group.wait()
 
 
-@contextmanager
-def own_slice_on(stream: str | None) -> Iterator[None]:
-    """Where the rank's own slice is written: "side", "caller", "memcpy", or None for the package's choice."""
-    if stream is None:
-        yield
-        return
-    previous = OneSidedEngine.own_slice_stream
-    OneSidedEngine.own_slice_stream = stream
-    try:
-        yield
-    finally:
-        OneSidedEngine.own_slice_stream = previous
-
-
-def own_slice_choices(backend: str) -> list[str | None]:
-    return ["side", "caller", "memcpy"] if backend == "symm_mem" and hasattr(OneSidedEngine, "own_slice_stream") else [None]
-
-
-def label(backend: str, own_slice: str | None, what: str = "") -> str:
-    details = [text for text in (what, f"own slice: {own_slice}" if own_slice else "") if text]
-    return f"{backend} ({', '.join(details)})" if details else backend
+def label(backend: str, what: str = "") -> str:
+    return f"{backend} ({what})" if what else backend
 
 
 def communicators(stack: ExitStack, ranks: Ranks, backends: Sequence[str]) -> dict[str, ulysses_op.Communicator]:

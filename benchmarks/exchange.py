@@ -26,8 +26,6 @@ from contenders import (
     gather_by_pack,
     gather_group,
     label,
-    own_slice_choices,
-    own_slice_on,
     scatter_by_pack,
     scatter_group,
     scatter_in_one_pack,
@@ -152,13 +150,11 @@ def exchange_tables(shape: Shape, args: argparse.Namespace, ranks: Ranks) -> lis
             run: Callable[[ulysses_op.Communicator, Inputs], Outputs], what: str = ""
         ) -> Iterator[Contender]:
             for backend, communicator in usable.items():
-                for own_slice in own_slice_choices(backend):
 
-                    def call(inputs: Inputs, communicator: Any = communicator, own_slice: Any = own_slice) -> Outputs:
-                        with own_slice_on(own_slice):
-                            return run(communicator, inputs)
+                def call(inputs: Inputs, communicator: Any = communicator) -> Outputs:
+                    return run(communicator, inputs)
 
-                    yield Contender(label(backend, own_slice, what), call)
+                yield Contender(label(backend, what), call)
 
         scatters = [
             Contender(f"{process_group}, 3 packs", lambda x: tuple(map(scatter_by_pack, (x.q, x.k, x.v)))),

@@ -11,22 +11,17 @@
 namespace ulysses {
 
 // Entry points by their exported names: the header's macros choose the version that the header's prototypes describe.
-#define ULYSSES_CUDA_ENTRY_POINTS(X)                                                                                  \
-  X(cuInit)                                                                                                           \
-  X(cuGetErrorName)                                                                                                   \
-  X(cuDriverGetVersion)                                                                                               \
-  X(cuDeviceGet)                                                                                                      \
-  X(cuDeviceGetAttribute)                                                                                             \
-  X(cuDeviceGetByPCIBusId)                                                                                            \
-  X(cuDeviceCanAccessPeer)                                                                                            \
-  X(cuCtxGetCurrent)                                                                                                  \
-  X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuCtxSetCurrent) X(cuCtxGetStreamPriorityRange)                            \
-      X(cuStreamCreateWithPriority) X(cuStreamDestroy) X(cuStreamQuery) X(cuStreamSynchronize)                        \
-          X(cuStreamGetCaptureInfo) X(cuStreamWaitEvent) X(cuStreamBatchMemOp) X(cuStreamWriteValue64)                \
-              X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventQuery) X(cuMemcpy2DAsync) X(cuMemcpyAsync) \
-                  X(cuMemcpyDtoHAsync) X(cuMemsetD8) X(cuMemAlloc) X(cuMemFree) X(cuMemAllocHost) X(cuMemFreeHost)    \
-                      X(cuMemGetAddressRange) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle)       \
-                          X(cuThreadExchangeStreamCaptureMode)
+// clang-format off
+#define ULYSSES_CUDA_ENTRY_POINTS(X) \
+  X(cuInit) X(cuGetErrorName) X(cuDriverGetVersion) X(cuDeviceGet) X(cuDeviceGetAttribute) \
+  X(cuDeviceGetByPCIBusId) X(cuDeviceCanAccessPeer) X(cuCtxGetCurrent) X(cuCtxPushCurrent) X(cuCtxPopCurrent) \
+  X(cuCtxSetCurrent) X(cuCtxGetStreamPriorityRange) X(cuStreamCreateWithPriority) X(cuStreamDestroy) \
+  X(cuStreamQuery) X(cuStreamSynchronize) X(cuStreamGetCaptureInfo) X(cuStreamWaitEvent) \
+  X(cuStreamBatchMemOp) X(cuStreamWriteValue64) X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) \
+  X(cuEventQuery) X(cuMemcpy2DAsync) X(cuMemcpyAsync) X(cuMemcpyDtoHAsync) X(cuMemsetD8) X(cuMemAlloc) \
+  X(cuMemFree) X(cuMemAllocHost) X(cuMemFreeHost) X(cuMemGetAddressRange) X(cuIpcGetMemHandle) \
+  X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle) X(cuThreadExchangeStreamCaptureMode)
+// clang-format on
 
 struct CudaDriver {
 #define ULYSSES_DECLARE(name) decltype(&::name) p_##name = nullptr;

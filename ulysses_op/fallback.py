@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ class C10dEngine:
         self._channel = channel
         self._timeout_s = timeout_s
         self._agreed: set[int] = set()
+        self._closing: Any = None
         if device.type == "cuda":
             self._differs = torch.zeros((), dtype=torch.bool, device=device)
             self._differs_on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
@@ -69,11 +71,14 @@ class C10dEngine:
         submission.state = (work, received, counts, sent)
 
     def finish(self, group: ExchangeGroup) -> None:
-        """Each all-to-all completes by itself; that no rank submits more is to be compared where none was said to be
-        final.
-        """
-        if not group.submissions[-1].final:
-            self._compare(group.done_digest(), f"the end of the group of {group.describe()}")
+        """Each all-to-all completes by itself; what is left is to compare the whole of the group."""
+        if self._device.type == "cpu":
+            if not group.submissions[-1].final:  # a final one has told that no more follow
+                self._compare(group.done_digest(), f"the end of the group of {group.describe()}")
+            return
+        own = torch.full((1,), group.done_digest() - (1 << 63), dtype=torch.int64, device=self._device)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        self._closing = (dist.all_gather(gathered, own, group=self._group(), async_op=True), own, gathered)
 
     def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
         results = []
@@ -89,7 +94,7 @@ class C10dEngine:
                     result[region].copy_(piece.view(shape))
             results.append(result)
         if self._device.type == "cuda":
-            self._verify(group.done_digest())
+            self._verify()
         return results
 
     def abandon(self, group: ExchangeGroup) -> None:
@@ -154,12 +159,9 @@ class C10dEngine:
                 f"plan, need of a gradient, or order than {what}"
             )
 
-    def _verify(self, digest: int) -> None:
-        """Compare a group that has been exchanged, on the GPU: :meth:`check` raises once it has found a difference."""
-        own = torch.full((1,), digest - (1 << 63), dtype=torch.int64, device=self._device)
-        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-        work = dist.all_gather(gathered, own, group=self._group(), async_op=True)
-        assert work is not None
+    def _verify(self) -> None:
+        """Look on the GPU whether all ranks closed the same group; :meth:`check` raises once it is seen that not."""
+        work, own, gathered = self._closing
         work.wait()
         self._differs |= (torch.cat(gathered) != own).any()
         self._differs_on_host.copy_(self._differs, non_blocking=True)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils import checkpoint
 
-
 _stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
 
 
