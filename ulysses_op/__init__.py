@@ -15,6 +15,15 @@ from .exchange_group import ExchangeGroup
 from .functional import gather_heads, scatter_heads
 from .layout import HeadPlan, head_plan
 
+
+def __getattr__(name: str) -> object:
+    if name in ("compile", "compile_options"):  # they need Inductor, whose import takes seconds
+        from . import compiling
+
+        return getattr(compiling, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -28,6 +37,8 @@ __all__ = [
     "PeerTimeoutError",
     "TargetError",
     "UlyssesError",
+    "compile",
+    "compile_options",
     "gather_heads",
     "head_plan",
     "ops",

@@ -79,6 +79,8 @@ class Communicator:
         self._decision: Decision | None = None
         self._facts: list[Facts] = []
         self._open_group: ExchangeGroup | None = None
+        self._companion: Communicator | None = None
+        self._async_group: ExchangeGroup | None = None
         self._broken: str | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -185,6 +187,8 @@ class Communicator:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        if self._companion is not None:
+            self._companion.close()
         group, self._open_group = self._open_group, None
         if self._release is not None and self._release.detach() is not None:
             assert self._engine is not None
@@ -409,6 +413,37 @@ class Communicator:
                 self._exchanges.clear()
             self._exchanges[key] = exchange
         return exchange
+
+    def _submit_async(
+        self,
+        x: torch.Tensor,
+        tag: str,
+        direction: Direction,
+        heads: HeadRanges | None,
+        seq_lens: tuple[int, ...] | None,
+        final: bool,
+    ) -> torch.Tensor:
+        """One more submission of the group that the asynchronous ops have open; where its result will be."""
+        if self._async_group is None or self._async_group.waited:
+            self._async_group = ExchangeGroup(self, ())
+        group = self._async_group
+        exchange = self._exchange_of(x, direction, heads, seq_lens)
+        self._submit_exchange(group, x.detach(), tag, exchange, final, True)
+        return self._built().result_of(group.submissions[-1])
+
+    def _beside(self) -> Communicator:
+        """A communicator of the same ranks and settings, for the asynchronous ops; it lives as long as this one."""
+        if self._companion is None:
+            self._companion = Communicator(
+                self._group(), backend=self._requested, max_targets=self._max_targets, timeout_s=self._timeout_s
+            )
+        return self._companion
+
+    def _wait_async(self) -> tuple[torch.Tensor, ...]:
+        """The results of that group, in the order of submission."""
+        if self._async_group is None:
+            raise RuntimeError("wait_ without a submit before it")
+        return self._wait(self._async_group, ())
 
     # Building.
 

@@ -68,7 +68,12 @@ class C10dEngine:
             group=self._group(),
             async_op=True,
         )
-        submission.state = (work, received, counts, sent)
+        result = torch.empty(exchange.output_shape(self.rank), dtype=x.dtype, device=x.device)
+        submission.state = (work, received, counts, sent, result)
+
+    def result_of(self, submission: Submission) -> torch.Tensor:
+        result: torch.Tensor = submission.state[4]
+        return result
 
     def finish(self, group: ExchangeGroup) -> None:
         """Each all-to-all completes by itself; what is left is to compare the whole of the group."""
@@ -84,8 +89,7 @@ class C10dEngine:
         results = []
         for submission in group.submissions:
             exchange, x = submission.exchange, submission.x.detach()
-            work, received, counts, _ = submission.state
-            result = torch.empty(exchange.output_shape(self.rank), dtype=x.dtype, device=x.device)
+            work, received, counts, _, result = submission.state
             result[exchange.own_dest(self.rank)].copy_(x[exchange.own_source(self.rank)])
             self._await(work, repr(submission.tag))
             for peer, piece in enumerate(received.split(counts)):

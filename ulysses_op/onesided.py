@@ -85,6 +85,7 @@ class OneSidedEngine:
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
         state: _InTransit = submission.state
         if not self._cuda:
+            state.result = torch.empty(submission.exchange.output_shape(self.rank), dtype=state.source.dtype)
             if not group.submissions:
                 self._unfinished = True
                 self._transport.begin(group.ready_digest(submission))
@@ -107,6 +108,10 @@ class OneSidedEngine:
         self._transport.put(
             state.plan, state.source.data_ptr(), state.target.addresses, state.result.data_ptr(), stream, capturing
         )
+
+    def result_of(self, submission: Submission) -> torch.Tensor:
+        result: torch.Tensor = submission.state.result
+        return result
 
     def finish(self, group: ExchangeGroup) -> None:
         self._unfinished = False
@@ -215,8 +220,7 @@ class OneSidedEngine:
         results = []
         # The own slices are copied while the copy thread and the peers are at work.
         for submission in group.submissions:
-            exchange, source = submission.exchange, submission.state.source
-            result = torch.empty(exchange.output_shape(self.rank), dtype=source.dtype)
+            exchange, source, result = submission.exchange, submission.state.source, submission.state.result
             result[exchange.own_dest(self.rank)].copy_(source[exchange.own_source(self.rank)])
             results.append(result)
         self._transport.wait()
@@ -247,7 +251,7 @@ class _InTransit:
 
     __slots__ = ("lent", "plan", "result", "source", "target")
 
-    result: torch.Tensor  # on CUDA, from submit on
+    result: torch.Tensor  # from submit on
 
     def __init__(self, target: PeerBuffer, source: torch.Tensor, plan: _C.CopyPlan) -> None:
         self.target = target

@@ -30,12 +30,23 @@ _ARGUMENTS = "Tensor x, str communicator, int world_size, int rank, int[] heads,
 _library = torch.library.Library("ulysses_op", "DEF")
 _library.define(f"scatter_heads({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
 _library.define(f"gather_heads({_ARGUMENTS}, bool replicas) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+_library.define(
+    f"submit({_ARGUMENTS}, str direction, str tag, bool final) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
+)
+_library.define(
+    "wait_(Tensor(a!)[] targets, Tensor[] sources, str communicator) -> ()", tags=(torch.Tag.flexible_layout,)
+)
 
 
 # Kernels.
 
 # Tied to the live group: one that is destroyed and created again under the same name gets communicators of its own.
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.device], Communicator]]
+_of_group = weakref.WeakKeyDictionary()
+
+ASYNCHRONOUS = "&async"
+"""Marks the communicator beside another one that carries submit and wait_: groups do not nest in one communicator, and
+functional exchanges may be scheduled between a submit and its wait_."""
 
 
 def communicator_of(name: str, device: torch.device) -> Communicator:
@@ -43,15 +54,16 @@ def communicator_of(name: str, device: torch.device) -> Communicator:
 
     Raises RuntimeError for a communicator that is gone, ValueError for a name that is not known.
     """
-    if "#" in name:
-        found = registry.find(name)
+    base = name.removesuffix(ASYNCHRONOUS)
+    if "#" in base:
+        found = registry.find(base)
         if found is None:
-            raise RuntimeError(f"the communicator {name!r} is gone: keep a reference to it as long as it is used")
-        return found
-    of_device = _of_group.setdefault(resolve_group(name), {})
-    if device not in of_device:
-        of_device[device] = Communicator(name)
-    return of_device[device]
+            raise RuntimeError(f"the communicator {base!r} is gone: keep a reference to it as long as it is used")
+        return found if base == name else found._beside()
+    of_name = _of_group.setdefault(resolve_group(base), {})
+    if (name, device) not in of_name:
+        of_name[name, device] = Communicator(base)
+    return of_name[name, device]
 
 
 def _run(
@@ -64,12 +76,16 @@ def _run(
     replicas: bool = False,
 ) -> torch.Tensor:
     communicator = communicator_of(name, x.device)
+    _check_world_size(communicator, name, world_size)
+    return communicator._exchange_one(x, direction, _pairs(heads) or None, tuple(seq_lens) or None, replicas)
+
+
+def _check_world_size(communicator: Communicator, name: str, world_size: int) -> None:
     if communicator.world_size != world_size:
         raise RuntimeError(
             f"this code was compiled for {world_size} ranks, but the group of {name!r} now has "
             f"{communicator.world_size}: call torch.compiler.reset() and compile it again"
         )
-    return communicator._exchange_one(x, direction, _pairs(heads) or None, tuple(seq_lens) or None, replicas)
 
 
 def _scatter_kernel(
@@ -90,6 +106,33 @@ def _gather_kernel(
     return _run(x, communicator, world_size, "gather_heads", heads, seq_lens, replicas)
 
 
+def _submit_kernel(
+    x: torch.Tensor,
+    communicator: str,
+    world_size: int,
+    rank: int,
+    heads: Sequence[int],
+    seq_lens: Sequence[int],
+    direction: Any,
+    tag: str,
+    final: bool,
+) -> torch.Tensor:
+    found = communicator_of(communicator + ASYNCHRONOUS, x.device)
+    _check_world_size(found, communicator, world_size)
+    return found._submit_async(x, tag, direction, _pairs(heads) or None, tuple(seq_lens) or None, final)
+
+
+def _wait_kernel(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], communicator: str) -> None:
+    results = communicator_of(communicator + ASYNCHRONOUS, targets[0].device)._wait_async()
+    if len(results) != len(targets):
+        raise RuntimeError(f"wait_ was given {len(targets)} targets for a group of {len(results)}")
+    for target, result in zip(targets, results, strict=True):
+        if target.data_ptr() != result.data_ptr():  # a compiler has copied it
+            target.copy_(result)
+
+
+_library.impl("submit", _submit_kernel, "CompositeExplicitAutograd")
+_library.impl("wait_", _wait_kernel, "CompositeExplicitAutograd")
 _library.impl("scatter_heads", _scatter_kernel, "CompositeExplicitAutograd")
 _library.impl("gather_heads", _gather_kernel, "CompositeExplicitAutograd")
 
@@ -152,6 +195,28 @@ def _gather_fake(
         )
         seq_local = seq_global // world_size
     return x.new_empty((batch, seq_local, num_heads, head_dim))
+
+
+@torch.library.register_fake("ulysses_op::submit", lib=_library)
+def _submit_fake(
+    x: torch.Tensor,
+    communicator: str,
+    world_size: int,
+    rank: int,
+    heads: Sequence[int],
+    seq_lens: Sequence[int],
+    direction: str,
+    tag: str,
+    final: bool,
+) -> torch.Tensor:
+    if direction == "scatter_heads":
+        return _scatter_fake(x, communicator, world_size, rank, heads, seq_lens)
+    return _gather_fake(x, communicator, world_size, rank, heads, seq_lens, False)
+
+
+@torch.library.register_fake("ulysses_op::wait_", lib=_library)
+def _wait_fake(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], communicator: str) -> None:
+    return None
 
 
 # Gradients: each op is the other's backward.

@@ -1,0 +1,252 @@
+"""The pass under Inductor on real ranks: what it groups, the order in the generated code, and right results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import ranks
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
+
+import ulysses_op
+from ulysses_op.compiling import GroupExchanges, KeepOrder
+
+BATCH, LENGTH, DIM = 2, 6, 16
+
+Scatter = Callable[..., torch.Tensor]
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def attend(scatter: Scatter, gather: Scatter, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = scatter(q), scatter(k), scatter(v)
+    o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+    return gather(o).flatten(2)
+
+
+class Weights:
+    def __init__(self, heads: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        width = heads * DIM
+
+        def matrix(rows: int) -> torch.Tensor:
+            return torch.randn(rows, width, generator=generator) / width**0.5
+
+        self.heads = heads
+        self.fused, self.out = matrix(3 * width), matrix(width)
+        self.q, self.k, self.v = matrix(width), matrix(width), matrix(width)
+
+
+def fused(x: torch.Tensor, w: Weights, scatter: Scatter, gather: Scatter) -> torch.Tensor:
+    q, k, v = F.linear(x, w.fused).unflatten(-1, (3, w.heads, DIM)).unbind(2)
+    return F.linear(attend(scatter, gather, norm(q), norm(k), v), w.out)
+
+
+def separate(x: torch.Tensor, w: Weights, scatter: Scatter, gather: Scatter) -> torch.Tensor:
+    q, k, v = (F.linear(x, weight).unflatten(-1, (w.heads, DIM)) for weight in (w.q, w.k, w.v))
+    return F.linear(attend(scatter, gather, norm(q), norm(k), v), w.out)
+
+
+def pointwise_tail(x: torch.Tensor, w: Weights, scatter: Scatter, gather: Scatter) -> torch.Tensor:
+    q, k, v = F.linear(x, w.fused).unflatten(-1, (3, w.heads, DIM)).unbind(2)
+    return F.linear(attend(scatter, gather, norm(q), norm(k), v * 0.5), w.out)
+
+
+def two_layers(x: torch.Tensor, w: Weights, scatter: Scatter, gather: Scatter) -> torch.Tensor:
+    return separate(x + fused(x, w, scatter, gather), w, scatter, gather)
+
+
+def cross(x: torch.Tensor, w: Weights, scatter: Scatter, gather: Scatter) -> torch.Tensor:
+    """Keys and values that every rank holds are not exchanged."""
+    q = F.linear(x, w.q).unflatten(-1, (w.heads, DIM))
+    q, gate = scatter(norm(q)), scatter(q)
+    return F.linear(gather(q.sigmoid() * gate).flatten(2), w.out)
+
+
+BLOCKS = {block.__name__: block for block in (fused, separate, pointwise_tail, two_layers, cross)}
+
+
+def events(code: str) -> list[str]:
+    """Calls of the generated wrapper: "kernel" for a generated one, else the op's name."""
+    found = []
+    for line in code.splitlines():
+        op = re.search(r"torch\.ops\.(?:ulysses_op|aten)\.(\w+)\.\w+\(|extern_kernels\.(\w+)\(", line)
+        if line.lstrip().startswith("assert") or "op_overload" in line:
+            continue
+        if op:
+            found.append(op[1] or op[2])
+        elif re.match(r"\s*cpp_fused\w*\(", line):
+            found.append("kernel")
+    return found
+
+
+def compiled(
+    rank: int, world_size: int, block: str, backend: str, grad: bool, adversarial: bool
+) -> tuple[list[str], list[str], list[tuple[list[list[str]], list[str]]]]:
+    """Checks the results; the events without and with the pass, and its reports."""
+    comm = ulysses_op.Communicator(backend=backend, timeout_s=40)
+    w = Weights(2 * world_size)
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(BATCH, LENGTH * world_size, w.heads * DIM, generator=generator)
+    own = slice(rank * LENGTH, (rank + 1) * LENGTH)
+
+    def run(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.clone().requires_grad_(grad)
+        out = function(x)
+        return (out.detach(), *torch.autograd.grad(out.square().sum(), x)) if grad else (out,)
+
+    dense = run(lambda x: BLOCKS[block](x, w, lambda t: t, lambda t: t), whole)
+    grouping = GroupExchanges()
+    codes = []
+    for options in ({}, {"post_grad_custom_post_pass": grouping, "_pre_fusion_custom_pass": KeepOrder()}):
+        torch.compiler.reset()
+        if adversarial:
+            options = {**options, "reorder_for_peak_memory": True, "reorder_for_locality": True}
+        function = torch.compile(
+            lambda x: BLOCKS[block](x, w, comm.scatter_heads, comm.gather_heads),
+            fullgraph=True,
+            dynamic=False,
+            options=options,
+        )
+        with inductor_config.patch(force_disable_caches=True):
+            results, code = run_and_get_code(run, function, whole[:, own])
+            for _ in range(3):
+                results = run(function, whole[:, own])
+        codes.append(events(code[0]))
+        for result, wanted in zip(results, dense, strict=True):
+            torch.testing.assert_close(result, wanted[:, own], atol=1e-4, rtol=1e-4)
+    comm.close()
+    reports = [([group.members for group in r.groups], sorted(r.left)) for r in grouping.reports]
+    return codes[0], codes[1], reports
+
+
+@pytest.fixture
+def pool() -> ranks.RankPool:
+    """Two ranks: compiling is what takes the time here."""
+    return ranks.pool(2)
+
+
+@pytest.mark.parametrize(
+    ("block", "grad", "backend"),
+    [
+        ("fused", False, "shm"),
+        ("fused", True, "c10d"),
+        ("separate", False, "c10d"),
+        ("two_layers", True, "shm"),
+    ],
+)
+def test_v_is_submitted_first_and_one_wait_completes_a_group(
+    pool: ranks.RankPool, block: str, grad: bool, backend: str
+) -> None:
+    answers = pool.run(compiled, block, backend, grad, False, timeout_s=250)
+    before, after, reports = answers[0]
+    assert all(answer == answers[0] for answer in answers)  # the order is the same on every rank
+    groups = 2 if block == "two_layers" else 1
+    assert len(reports[0][0]) == groups
+    assert before.count("scatter_heads") == 3 * groups
+    assert (after.count("submit"), after.count("wait_"), after.count("scatter_heads")) == (3 * groups, groups, 0)
+    first = after.index("submit")
+    assert after[:first] == ["mm"]  # V's projection, and nothing else
+    # With separate projections Q leaves before K is projected, so their norms are two kernels.
+    separate_projections = 0 if block == "fused" else 1
+    assert after.count("kernel") <= before.count("kernel") + separate_projections, f"{before} {after}"
+    last = after.index("wait_")
+    assert after[first:last].count("submit") == 3
+    assert "scaled_dot_product" in after[last + 1] or "scaled_dot_product" in after[last + 2]
+
+
+def test_order_holds_against_the_scheduler(pool: ranks.RankPool) -> None:
+    _, after, _ = pool.run(compiled, "fused", "shm", False, True, timeout_s=250)[0]
+    assert after[:2] == ["mm", "submit"]
+
+
+def test_v_with_work_of_its_own_still_goes_first(pool: ranks.RankPool) -> None:
+    _, after, reports = pool.run(compiled, "pointwise_tail", "shm", False, False, timeout_s=250)[0]
+    assert reports[0][0][0][0] == "scatter_heads_2"
+    assert after.count("submit") == 3
+
+
+def test_exchanges_that_meet_in_a_pointwise_node_are_grouped_too(pool: ranks.RankPool) -> None:
+    _, after, reports = pool.run(compiled, "cross", "shm", False, False, timeout_s=250)[0]
+    assert reports[0][0] == [["scatter_heads_1", "scatter_heads"]]
+    assert after.count("wait_") == 1
+
+
+def returned(rank: int, world_size: int) -> tuple[int, list[str]]:
+    """A scattered tensor that the graph returns stays functional, and is right after a later group."""
+    comm = ulysses_op.Communicator(timeout_s=40)
+    w = Weights(2 * world_size)
+    torch.manual_seed(rank)
+    x = torch.randn(BATCH, LENGTH, w.heads * DIM)
+
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = comm.scatter_heads(F.linear(x, w.q).unflatten(-1, (w.heads, DIM)))
+        return fused(x, w, comm.scatter_heads, comm.gather_heads), kept
+
+    torch.compiler.reset()
+    options = ulysses_op.compile_options()
+    grouping = options["post_grad_custom_post_pass"]
+    with inductor_config.patch(force_disable_caches=True):
+        results = torch.compile(model, fullgraph=True, options=options)(x)
+    for result, wanted in zip(results, model(x), strict=True):
+        torch.testing.assert_close(result, wanted, atol=1e-5, rtol=1e-5)
+    comm.close()
+    return grouping.reports[0].matched, sorted(grouping.reports[0].left.values())
+
+
+def test_a_result_that_leaves_the_graph_stays_functional(pool: ranks.RankPool) -> None:
+    assert pool.run(returned, timeout_s=250) == [(1, ["its result meets no other exchange's"])] * 2
+
+
+def composed(rank: int, world_size: int) -> tuple[int, int]:
+    comm = ulysses_op.Communicator(timeout_s=40)
+    w = Weights(2 * world_size)
+    x = torch.randn(BATCH, LENGTH, w.heads * DIM, generator=torch.Generator().manual_seed(rank))
+    calls = 0
+
+    def own_pass(graph: torch.fx.Graph) -> None:
+        nonlocal calls
+        calls += 1
+
+    torch.compiler.reset()
+    options = ulysses_op.compile_options(own_pass)
+    with inductor_config.patch(force_disable_caches=True):
+        function = torch.compile(lambda x: fused(x, w, comm.scatter_heads, comm.gather_heads), options=options)
+        torch.testing.assert_close(
+            function(x), fused(x, w, comm.scatter_heads, comm.gather_heads), atol=1e-5, rtol=1e-5
+        )
+    torch.compiler.reset()
+    simple = ulysses_op.compile(lambda x: fused(x, w, comm.scatter_heads, comm.gather_heads), fullgraph=True)
+    torch.testing.assert_close(simple(x), fused(x, w, comm.scatter_heads, comm.gather_heads), atol=1e-5, rtol=1e-5)
+    comm.close()
+    return calls, options["post_grad_custom_post_pass"].reports[0].matched
+
+
+def test_composes_with_a_pass_that_is_there(pool: ranks.RankPool) -> None:
+    assert pool.run(composed, timeout_s=250) == [(1, 1)] * 2
+
+
+def misused(rank: int, world_size: int) -> None:
+    comm = ulysses_op.Communicator(timeout_s=20)
+    comm.build("cpu")
+    name = comm._where[0]
+    x = torch.zeros(1, 2, world_size, 4)
+    with pytest.raises(RuntimeError, match="wait_ without a submit"):
+        torch.ops.ulysses_op.wait_([x], [x], name)
+    target = torch.ops.ulysses_op.submit(x + rank, name, world_size, -1, [], [], "scatter_heads", "0", True)
+    copied = torch.full_like(target, -1)  # a compiler may hand wait_ a copy
+    torch.ops.ulysses_op.wait_([copied], [x], name)
+    assert copied[0, ::2, 0, 0].tolist() == list(range(world_size))
+    with pytest.raises(RuntimeError, match="already"):
+        torch.ops.ulysses_op.wait_([copied], [x], name)
+    comm.close()
+
+
+def test_submit_and_wait_by_hand(pool: ranks.RankPool) -> None:
+    pool.run(misused)

@@ -1,0 +1,41 @@
+"""How Inductor lowers the asynchronous ops.
+
+NOTE [Sources live until the wait]: between a submission and its wait_ the input is still being read, which nothing in
+the data says. Inductor gives a dead buffer's memory to the next one, so each wait_ takes what its submissions read as
+operands. They have to be the very buffers: a value that is used twice may be materialized twice. So they are looked
+up here, where buffers exist, and not in the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import register_lowering
+from torch.utils import _pytree as pytree
+
+_SUBMIT = torch.ops.ulysses_op.submit.default
+_WAIT = torch.ops.ulysses_op.wait_.default
+
+
+@register_lowering(_WAIT, type_promotion_kind=None)
+def _lower_wait(targets: list[Any], sources: list[Any], communicator: str) -> Any:
+    read = [_tensor_box(source) for target in targets for source in _sources_of(target)]
+    result = ir.FallbackKernel.create(_WAIT, targets, [*sources, *read], communicator)
+    return pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, result)
+
+
+def _sources_of(target: Any) -> list[Any]:
+    """The buffers that the submission behind ``target`` reads."""
+    kernel = target
+    while isinstance(kernel, (ir.TensorBox, ir.StorageBox)):
+        kernel = kernel.data
+    if isinstance(kernel, ir.MultiOutput):
+        kernel = kernel.inputs[0]
+    submits = isinstance(kernel, ir.FallbackKernel) and kernel.op_overload is _SUBMIT
+    return list(kernel.inputs) if submits else []
+
+
+def _tensor_box(node: Any) -> Any:
+    return ir.TensorBox(node) if isinstance(node, ir.BaseView) else ir.TensorBox.create(node)
