@@ -1,7 +1,7 @@
 # Every target sets itself up in .venv, from nothing; what is already there is kept.
 #
 #   make demo     run the demonstration            make lint    check style and types
-#   make test     run the tests (PYTEST_ARGS=...)  make format  rewrite to the style
+#   make test     run the tests (TESTS=..., PYTEST_ARGS=...)  make format  rewrite to the style
 #   make build    compile and install for editing  make wheel   build dist/*.whl
 #   make model    check the protocol with spin     make clean   remove what was built (distclean: .venv too)
 
@@ -10,6 +10,7 @@ TORCH_VERSION := 2.13.0
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -22,7 +23,7 @@ demo: build
 	$(BIN)/python -m ulysses_op demo
 
 test: build
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS) tests
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) $(TESTS)
 
 build: $(VENV)/.stamp-build
 

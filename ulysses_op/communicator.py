@@ -20,7 +20,7 @@ from .engine import Engine
 from .errors import BrokenCommunicatorError, TargetError, kind_of_error
 from .exchange_group import ExchangeGroup, Submission, call_op
 from .gradients import DifferentiableExchange
-from .layout import Direction, Exchange, HeadRanges, gather_exchange, scatter_exchange
+from .layout import Direction, Exchange, HeadPlan, HeadRanges, gather_exchange, scatter_exchange
 from .process_groups import GroupLike, resolve_group
 from .registry import register
 from .torch_compat import group_device_types, stops_recomputation
@@ -400,6 +400,8 @@ class Communicator:
             raise TypeError(
                 f"x has dtype {x.dtype} of {x.element_size()} bytes: elements of 1, 2, 4 or 8 bytes can be exchanged"
             )
+        if isinstance(heads, HeadPlan):
+            raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
         key = (direction, x.shape, _frozen(heads), _frozen(seq_lens), replicas)
         exchange = self._exchanges.get(key)
         if exchange is None:

@@ -24,7 +24,7 @@ class PeerTimeoutError(BrokenCommunicatorError):
 
 
 class PeerAbortError(BrokenCommunicatorError):
-    """A peer gave up in the middle of a group, or closed its communicator."""
+    """A peer gave up, or closed its communicator, in the middle of a group."""
 
 
 class MismatchError(BrokenCommunicatorError):

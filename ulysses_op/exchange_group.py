@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .layout import Direction, Exchange
+from .layout import Direction, Exchange, HeadPlan
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -71,6 +71,8 @@ def call_op(
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
     flat: list[int] = []
+    if isinstance(heads, HeadPlan):
+        raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
     if heads is not None:
         if len(heads) != where[1]:
             raise ValueError(f"heads must have one (start, stop) for each of {where[1]} ranks, got {len(heads)}")

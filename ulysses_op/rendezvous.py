@@ -48,7 +48,7 @@ def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float)
         raise PeerTimeoutError(
             f"rank {group.rank()}: a rank of the group ended before it built its communicator: {error}"
         ) from error
-    messages = [bytes(tensor.cpu().numpy()) for tensor in gathered]
+    messages = [bytes(tensor.tolist()) for tensor in gathered]
     return [text[4 : 4 + int.from_bytes(text[:4], "little")] for text in messages]
 
 
