@@ -330,7 +330,8 @@ class Communicator:
             )
         self._abandon(engine, other)
         raise RuntimeError(
-            f"the results of the group of {other.describe()} were never waited for, and are lost: call its wait() first"
+            f"the results of the earlier group of {other.describe()} were never waited for, and are lost now: call a "
+            "group's wait() before the next one begins"
         )
 
     def _abandon(self, engine: Engine, group: ExchangeGroup) -> None:

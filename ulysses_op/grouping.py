@@ -113,12 +113,18 @@ def _mutation_inside(graph: Graph) -> Node | None:
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if not writes:
+        if not _writes(node):
             tail = False
         elif not (tail and node.target is torch.ops.aten.copy_.default):
             return node
     return None
+
+
+def _writes(node: Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name() == "triton_kernel_wrapper_mutation"
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def _ancestors(node: Node) -> set[Node]:

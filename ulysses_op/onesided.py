@@ -271,7 +271,7 @@ def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup
         what = {
             "mismatch": f"{peers} submitted another tag, shape, dtype, plan, need of a gradient, or order",
             "peer_gone": f"the process of {peers} has ended",
-            "timeout": f"{peers} did not signal within {failure.seconds:.1f} s",
+            "timeout": f"{peers} did not signal within {failure.seconds:.1f} s (timeout_s)",
         }.get(failure.kind, f"{peers}: {failure.kind}")
         text = f"{where}{signal}: {what}"
     return error_of_kind(failure.kind)(text)

@@ -117,7 +117,8 @@ class Channel:
             )
         if waited_s > self._timeout_s:
             raise PeerTimeoutError(
-                f"{here}: rank(s) {missing} did not take part in a rendezvous within {self._timeout_s} s"
+                f"{here}: rank(s) {missing} did not take part in a rendezvous within {self._timeout_s} s; ranks that "
+                "compile or load for longer need a larger timeout_s (or ULYSSES_OP_TIMEOUT_S)"
             )
 
     def gather_results(self, what: str, attempt: Callable[[], bytes]) -> list[bytes]:
