@@ -21,18 +21,17 @@ _WAIT = torch.ops.ulysses_op.wait_.default
 def keep_order(nodes: list[Any]) -> list[Any]:
     """Add the weak dependencies to the scheduler's nodes; the nodes in an order that obeys them."""
     groups = _groups(nodes)
+    position = {node: index for index, node in enumerate(nodes)}
     for submits in groups:
         first, later = submits[0], submits[1:]
         buffer = next(iter(first.get_buffer_names()))
         needed_later = set[str]().union(*(submit.ancestors for submit in later))
         for node in nodes:
             name = node.get_name()
-            if (
-                name not in needed_later
-                or name in first.ancestors
-                or first.get_name() in node.ancestors
-                or node is first
-            ):
+            if name not in needed_later or name in first.ancestors or first.get_name() in node.ancestors:
+                continue
+            # All dependencies agree with the order of the list, so those of several groups close no cycle.
+            if position[node] < position[first]:
                 continue
             node.add_fake_dep(WeakDep(buffer, mutating_buf=next(iter(node.get_buffer_names())), is_fake=True))
     if groups:
@@ -46,13 +45,13 @@ def keep_order(nodes: list[Any]) -> list[Any]:
 def _groups(nodes: list[Any]) -> list[list[Any]]:
     """The submissions of each group, in their order. A submission is final where its last argument says so."""
     groups: list[list[Any]] = []
-    open_group: list[Any] = []
+    open_groups: dict[str, list[Any]] = {}  # by communicator, the first of the arguments that are no tensors
     for node in nodes:
         kernel = getattr(node, "node", None)
         if not isinstance(kernel, ir.FallbackKernel) or kernel.op_overload is not _SUBMIT:
             continue
-        open_group.append(node)
-        if kernel.constant_args[-1]:
-            groups.append(open_group)
-            open_group = []
+        communicator, final = kernel.constant_args[0], kernel.constant_args[-1]
+        open_groups.setdefault(communicator, []).append(node)
+        if final:
+            groups.append(open_groups.pop(communicator))
     return groups
