@@ -122,14 +122,14 @@ void bind_shared_memory(py::module_& m) {
       .def("end", &ShmTransport::end, py::arg("done"))
       .def(
           "wait",
-          [](ShmTransport& self) {
+          [](ShmTransport& self, uint64_t number) {
             // In slices, so that an interrupt gets through.
-            while (!self.wait_for(0.1)) {
+            while (!self.wait_for(number, 0.1)) {
               py::gil_scoped_acquire gil;
               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
             }
           },
-          Release())
+          py::arg("number"), Release())
       .def("failure", &ShmTransport::failure)
       .def(
           "abort",
@@ -172,7 +172,7 @@ void bind_cuda(py::module_& m) {
       .def("put", &CudaTransport::put, py::arg("plan"), py::arg("source"), py::arg("targets"), py::arg("own_target"),
            py::arg("stream"), py::arg("capturing"), Release())
       .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"), Release())
-      .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("capturing"), Release())
+      .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("number"), py::arg("capturing"), Release())
       .def("failure", &CudaTransport::failure)
       .def(
           "abort",

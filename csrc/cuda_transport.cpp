@@ -127,10 +127,9 @@ CudaTransport::CudaTransport(uintptr_t context, std::shared_ptr<Board> board, st
   copy_stream_ = create_stream(greatest);
   own_stream_ = create_stream(greatest);
   watch_stream_ = create_stream(greatest);
-  for (CUevent* event : {&input_ready_, &own_done_, &captured_input_ready_, &captured_own_done_, &captured_done_}) {
-    *event = create_event();
-  }
-  last_done_ = take_event();
+  input_ready_ = create_event();
+  captured_input_ready_ = create_event();
+  for (Ends& ends : captured_ends_) ends = {create_event(), create_event()};
   ULYSSES_CUDA(cuMemAllocHost, reinterpret_cast<void**>(&host_pad_), pad_bytes(board_->world_size()));
   watcher_ = std::thread([this] { watch(); });
 }
@@ -189,26 +188,31 @@ void CudaTransport::put(const CopyPlan& plan, uintptr_t source, const std::vecto
   for (const PitchedCopy& copy : plan.own) copy_slice(copy, source, own_target, own_stream_);
 }
 
-void CudaTransport::end(uint64_t done, bool capturing) {
+uint64_t CudaTransport::end(uint64_t done, bool capturing) {
   CudaContextGuard guard(context_);
   if (!skip_done_) handshake(Signal::kDone, done);
-  if (capturing) {
-    ULYSSES_CUDA(cuEventRecord, captured_done_, copy_stream_);
-    return;
-  }
-  CUevent event = take_event();
-  ULYSSES_CUDA(cuEventRecord, event, copy_stream_);
+  const uint64_t number = ++groups_;
+  const Ends ends = capturing ? captured_ends_[number % kMaxUnwaited] : Ends{take_event(), take_event()};
+  ULYSSES_CUDA(cuEventRecord, ends.done, copy_stream_);
+  ULYSSES_CUDA(cuEventRecord, ends.own_slices, own_stream_);
+  if (capturing) return number;
   std::lock_guard lock(mutex_);
-  if (last_done_retired_) spare_events_.push_back(last_done_);
-  last_done_ = event;
-  last_done_retired_ = false;
-  in_flight_.push_back({++groups_, event});
+  in_flight_.push_back({number, ends});
+  return number;
 }
 
-void CudaTransport::wait(uintptr_t stream, bool capturing) {
+void CudaTransport::wait(uintptr_t stream, uint64_t number, bool capturing) {
   CudaContextGuard guard(context_);
-  ULYSSES_CUDA(cuStreamWaitEvent, stream_of(stream), capturing ? captured_done_ : last_done_, 0);
-  join(stream_of(stream), own_stream_, capturing ? captured_own_done_ : own_done_);
+  const auto wait_for = [stream](const Ends& ends) {
+    ULYSSES_CUDA(cuStreamWaitEvent, stream_of(stream), ends.done, 0);
+    ULYSSES_CUDA(cuStreamWaitEvent, stream_of(stream), ends.own_slices, 0);
+  };
+  if (capturing) return wait_for(captured_ends_[number % kMaxUnwaited]);
+  // Under the lock, since a retired group's events are recorded again by others. One that is not found is complete.
+  std::lock_guard lock(mutex_);
+  for (const InFlight& group : in_flight_) {
+    if (group.number == number) return wait_for(group.ends);
+  }
 }
 
 void CudaTransport::handshake(Signal signal, uint64_t value) {
@@ -249,17 +253,15 @@ void CudaTransport::retire_completed() {
   RelaxedCapture relaxed;
   std::lock_guard lock(mutex_);
   while (!in_flight_.empty()) {
-    CUevent done = in_flight_.front().done;
-    const CUresult result = CudaDriver::get().p_cuEventQuery(done);
-    if (result == CUDA_ERROR_NOT_READY) return;
-    check_cuda(result, "cuEventQuery");
-    in_flight_.pop_front();
-    // wait() may still hand the newest event to a stream.
-    if (done == last_done_) {
-      last_done_retired_ = true;
-    } else {
-      spare_events_.push_back(done);
+    const Ends ends = in_flight_.front().ends;
+    for (CUevent event : {ends.done, ends.own_slices}) {
+      const CUresult result = CudaDriver::get().p_cuEventQuery(event);
+      if (result == CUDA_ERROR_NOT_READY) return;
+      check_cuda(result, "cuEventQuery");
     }
+    in_flight_.pop_front();
+    spare_events_.push_back(ends.done);
+    spare_events_.push_back(ends.own_slices);
   }
 }
 
@@ -435,13 +437,14 @@ bool CudaTransport::stop() {
   const CudaDriver& driver = CudaDriver::get();
   if (driver.p_cuCtxPushCurrent(context_) != CUDA_SUCCESS) return true;
   driver.p_cuMemFreeHost(host_pad_);
-  for (const InFlight& group : in_flight_) {
-    if (group.done != last_done_) spare_events_.push_back(group.done);
+  std::vector<Ends> all(captured_ends_.begin(), captured_ends_.end());
+  for (const InFlight& group : in_flight_) all.push_back(group.ends);
+  for (const Ends& ends : all) {
+    spare_events_.push_back(ends.done);
+    spare_events_.push_back(ends.own_slices);
   }
-  for (CUevent event :
-       {input_ready_, own_done_, captured_input_ready_, captured_own_done_, captured_done_, last_done_}) {
-    spare_events_.push_back(event);
-  }
+  spare_events_.push_back(input_ready_);
+  spare_events_.push_back(captured_input_ready_);
   for (CUevent event : spare_events_) driver.p_cuEventDestroy(event);
   for (CUstream stream : {copy_stream_, own_stream_, watch_stream_}) driver.p_cuStreamDestroy(stream);
   CUcontext popped = nullptr;

@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -23,7 +24,7 @@ namespace ulysses {
 //
 //   begin(r)   the copy stream waits for everything on the caller's stream so far (so also for the last readers of the
 //   targets), then READY put        it waits for the caller's stream again (the input is ready), then one pitched copy
-//   a peer end(d)     DONE wait       a stream waits for the group's end and for the own-slice stream
+//   a peer end(d)     DONE wait(g)    a stream waits for group g's end and for its own slices
 //
 // READY and DONE each are one batch of stream memory operations: publish the value in every peer's slot, wait until
 // every own slot EQUALS it, set those to 0. The values are constants of the call site, so that captured groups can be
@@ -61,8 +62,11 @@ class CudaTransport {
   // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream.
   void put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets, uintptr_t own_target,
            uintptr_t stream, bool capturing);
-  void end(uint64_t done, bool capturing);
-  void wait(uintptr_t stream, bool capturing);
+  // The number of the group that ends. Later groups may begin before it is waited for, kMaxUnwaited at most.
+  uint64_t end(uint64_t done, bool capturing);
+  void wait(uintptr_t stream, uint64_t number, bool capturing);
+
+  static constexpr size_t kMaxUnwaited = 8;
 
   std::optional<Failure> failure() const;
   // Gives up: the peers are told, this rank's waits are released.
@@ -73,9 +77,13 @@ class CudaTransport {
   bool shutdown(double grace_s);
 
  private:
+  struct Ends {
+    CUevent done;       // behind the group's DONE on the copy stream
+    CUevent own_slices;  // behind its last own slice
+  };
   struct InFlight {
     uint64_t number;
-    CUevent done;
+    Ends ends;
   };
   struct PadImage;
 
@@ -104,19 +112,15 @@ class CudaTransport {
   CUstream own_stream_ = nullptr;
   CUstream watch_stream_ = nullptr;
   CUevent input_ready_ = nullptr;  // re-recorded by every put; a wait keeps what it saw
-  CUevent own_done_ = nullptr;
-  CUevent captured_input_ready_ =
-      nullptr;  // captured events cannot be queried or waited for outside, so they are apart
-  CUevent captured_own_done_ = nullptr;
-  CUevent captured_done_ = nullptr;
-  CUevent last_done_ = nullptr;
+  // Captured events cannot be queried or waited for outside, so they are apart.
+  CUevent captured_input_ready_ = nullptr;
+  std::array<Ends, kMaxUnwaited> captured_ends_{};  // by group number; a wait keeps what it saw
   std::vector<CUstreamBatchMemOpParams> operations_;
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<InFlight> in_flight_;
   std::vector<CUevent> spare_events_;
-  bool last_done_retired_ = true;  // last_done_ is no longer in in_flight_
   uint64_t groups_ = 0;
   std::optional<Failure> failure_;
   std::atomic<bool> failed_{false};

@@ -34,27 +34,32 @@ ShmTransport::ShmTransport(std::shared_ptr<Board> board, double timeout_s, bool 
 ShmTransport::~ShmTransport() { shutdown(0); }
 
 void ShmTransport::begin(uint64_t ready) {
-  if (!skip_ready_) enqueue([this, ready] { handshake(Signal::kReady, ready); });
+  if (!skip_ready_) enqueue({[this, ready] { handshake(Signal::kReady, ready); }, false});
 }
 
 void ShmTransport::put(std::shared_ptr<const CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets) {
-  enqueue([this, plan = std::move(plan), source, targets = std::move(targets)] {
+  const auto copy_all = [this, plan = std::move(plan), source, targets = std::move(targets)] {
     for (const PitchedCopy& copy : plan->copies) {
       if (dropping_.load(std::memory_order_relaxed)) return;
       copy_rows(copy, reinterpret_cast<const char*>(source),
                 reinterpret_cast<char*>(targets[static_cast<size_t>(copy.peer)]));
     }
-  });
+  };
+  enqueue({copy_all, false});
 }
 
-void ShmTransport::end(uint64_t done) {
-  if (!skip_done_) enqueue([this, done] { handshake(Signal::kDone, done); });
+uint64_t ShmTransport::end(uint64_t done) {
+  const auto shake_hands = [this, done] {
+    if (!skip_done_) handshake(Signal::kDone, done);
+  };
+  enqueue({shake_hands, true});
+  return ++groups_;
 }
 
-bool ShmTransport::wait_for(double timeout_s) {
+bool ShmTransport::wait_for(uint64_t number, double timeout_s) {
   std::unique_lock lock(mutex_);
-  return idle_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                        [this] { return commands_.empty() && !running_; });
+  return ended_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                         [this, number] { return ended_groups_ >= number; });
 }
 
 std::optional<Failure> ShmTransport::failure() const {
@@ -71,13 +76,13 @@ void ShmTransport::abort(Failure::Kind kind, const std::string& message) {
   failure.message = message;
   fail(std::move(failure));
   std::unique_lock lock(mutex_);
-  idle_.wait(lock, [this] { return commands_.empty() && !running_; });
+  ended_.wait(lock, [this] { return commands_.empty() && !running_; });
 }
 
 bool ShmTransport::shutdown(double grace_s) {
   {
     std::unique_lock lock(mutex_);
-    idle_.wait_for(lock, std::chrono::duration<double>(grace_s), [this] { return commands_.empty() && !running_; });
+    ended_.wait_for(lock, std::chrono::duration<double>(grace_s), [this] { return commands_.empty() && !running_; });
     if (!commands_.empty() || running_) {
       lock.unlock();
       Failure failure;
@@ -94,7 +99,7 @@ bool ShmTransport::shutdown(double grace_s) {
   return true;
 }
 
-void ShmTransport::enqueue(std::function<void()> command) {
+void ShmTransport::enqueue(Command command) {
   {
     std::lock_guard lock(mutex_);
     commands_.push_back(std::move(command));
@@ -107,18 +112,17 @@ void ShmTransport::run() {
   while (true) {
     queued_.wait(lock, [this] { return stopping_ || !commands_.empty(); });
     if (commands_.empty()) return;
-    auto command = std::move(commands_.front());
+    const Command command = std::move(commands_.front());
     commands_.pop_front();
-    if (failure_) {
-      if (commands_.empty()) idle_.notify_all();
-      continue;
+    if (!failure_) {
+      running_ = true;
+      lock.unlock();
+      command.run();
+      lock.lock();
+      running_ = false;
     }
-    running_ = true;
-    lock.unlock();
-    command();
-    lock.lock();
-    running_ = false;
-    if (commands_.empty()) idle_.notify_all();
+    if (command.ends_group) ++ended_groups_;
+    if (command.ends_group || commands_.empty()) ended_.notify_all();
   }
 }
 

@@ -22,7 +22,7 @@ namespace ulysses {
 //   begin(r)  READY: tell every peer that this rank's targets may be written, await the same from all
 //   put       write this rank's slices into the peers' targets
 //   end(d)    DONE: tell every peer that its data is complete, await the same from all
-// wait_for() tells when all of it has run. Once a command fails, later ones are dropped unrun, so nothing is written
+// wait_for(g) tells when group g has ended. Once a command fails, later ones are dropped unrun, so nothing is written
 // after a failure.
 class ShmTransport {
  public:
@@ -34,11 +34,12 @@ class ShmTransport {
 
   void begin(uint64_t ready);
   // `targets` holds, for each rank, the address of its target in this process. The source must stay valid until
-  // wait_for() returns true.
+  // wait_for() returns true for the group.
   void put(std::shared_ptr<const CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets);
-  void end(uint64_t done);
-  // True once nothing is queued or running; false after timeout_s.
-  bool wait_for(double timeout_s);
+  // The number of the group that ends. Later groups may begin before it is waited for.
+  uint64_t end(uint64_t done);
+  // True once the group of that number, and all before it, have ended; false after timeout_s.
+  bool wait_for(uint64_t number, double timeout_s);
   // This rank's own failure, or a peer's that it has been told of.
   std::optional<Failure> failure() const;
   // Gives up: the peers are told, what is queued is dropped; returns when the copy thread touches no memory of the
@@ -48,7 +49,12 @@ class ShmTransport {
   bool shutdown(double grace_s);
 
  private:
-  void enqueue(std::function<void()> command);
+  // A command that ends a group counts when it is through, or dropped.
+  struct Command {
+    std::function<void()> run;
+    bool ends_group;
+  };
+  void enqueue(Command command);
   void run();
   void handshake(Signal signal, uint64_t value);
   void await_peer(Signal signal, int peer, uint64_t value);
@@ -61,8 +67,10 @@ class ShmTransport {
 
   mutable std::mutex mutex_;
   std::condition_variable queued_;
-  std::condition_variable idle_;
-  std::deque<std::function<void()>> commands_;
+  std::condition_variable ended_;  // a group, or all that was queued
+  std::deque<Command> commands_;
+  uint64_t groups_ = 0;        // that end() was called for
+  uint64_t ended_groups_ = 0;  // that are through
   bool running_ = false;
   bool stopping_ = false;
   std::optional<Failure> failure_;

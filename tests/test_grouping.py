@@ -9,11 +9,11 @@ import pytest
 import ranks
 import torch
 import torch._inductor.config as inductor_config
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 
 import ulysses_op
-from ulysses_op.compiling import GroupExchanges, KeepOrder
 
 BATCH, LENGTH, DIM = 2, 6, 16
 
@@ -102,9 +102,9 @@ def compiled(
         return (out.detach(), *torch.autograd.grad(out.square().sum(), x)) if grad else (out,)
 
     dense = run(lambda x: BLOCKS[block](x, w, lambda t: t, lambda t: t), whole)
-    grouping = GroupExchanges()
+    installed = ulysses_op.compile_options()
     codes = []
-    for options in ({}, {"post_grad_custom_post_pass": grouping, "_pre_fusion_custom_pass": KeepOrder()}):
+    for options in ({}, installed):
         torch.compiler.reset()
         if adversarial:
             options = {**options, "reorder_for_peak_memory": True, "reorder_for_locality": True}
@@ -122,7 +122,9 @@ def compiled(
         for result, wanted in zip(results, dense, strict=True):
             torch.testing.assert_close(result, wanted[:, own], atol=1e-4, rtol=1e-4)
     comm.close()
-    reports = [([group.members for group in r.groups], sorted(r.left)) for r in grouping.reports]
+    reports = [
+        ([group.members for group in r.groups], sorted(r.left)) for r in installed["post_grad_custom_post_pass"].reports
+    ]
     return codes[0], codes[1], reports
 
 
@@ -148,9 +150,9 @@ def test_v_is_submitted_first_and_one_wait_completes_a_group(
     before, after, reports = answers[0]
     assert all(answer == answers[0] for answer in answers)  # the order is the same on every rank
     groups = 2 if block == "two_layers" else 1
-    assert len(reports[0][0]) == groups
-    assert before.count("scatter_heads") == 3 * groups
-    assert (after.count("submit"), after.count("wait_"), after.count("scatter_heads")) == (3 * groups, groups, 0)
+    assert len(reports[0][0]) == 2 * groups  # with the gathers of the outputs
+    assert (before.count("scatter_heads"), before.count("gather_heads")) == (3 * groups, groups)
+    assert (after.count("submit"), after.count("wait_"), after.count("scatter_heads")) == (4 * groups, 2 * groups, 0)
     first = after.index("submit")
     assert after[:first] == ["mm"]  # V's projection, and nothing else
     # With separate projections Q leaves before K is projected, so their norms are two kernels.
@@ -169,17 +171,17 @@ def test_order_holds_against_the_scheduler(pool: ranks.RankPool) -> None:
 def test_v_with_work_of_its_own_still_goes_first(pool: ranks.RankPool) -> None:
     _, after, reports = pool.run(compiled, "pointwise_tail", "shm", False, False, timeout_s=250)[0]
     assert reports[0][0][0][0] == "scatter_heads_2"
-    assert after.count("submit") == 3
+    assert after.count("submit") == 4
 
 
 def test_exchanges_that_meet_in_a_pointwise_node_are_grouped_too(pool: ranks.RankPool) -> None:
     _, after, reports = pool.run(compiled, "cross", "shm", False, False, timeout_s=250)[0]
-    assert reports[0][0] == [["scatter_heads_1", "scatter_heads"]]
-    assert after.count("wait_") == 1
+    assert reports[0][0] == [["scatter_heads_1", "scatter_heads"], ["gather_heads"]]
+    assert after.count("wait_") == 2
 
 
-def returned(rank: int, world_size: int) -> tuple[int, list[str]]:
-    """A scattered tensor that the graph returns stays functional, and is right after a later group."""
+def returned(rank: int, world_size: int) -> list[list[str]]:
+    """A scattered tensor that the graph returns is right after a later group."""
     comm = ulysses_op.Communicator(timeout_s=40)
     w = Weights(2 * world_size)
     torch.manual_seed(rank)
@@ -197,11 +199,11 @@ def returned(rank: int, world_size: int) -> tuple[int, list[str]]:
     for result, wanted in zip(results, model(x), strict=True):
         torch.testing.assert_close(result, wanted, atol=1e-5, rtol=1e-5)
     comm.close()
-    return grouping.reports[0].matched, sorted(grouping.reports[0].left.values())
+    return [[tag in group.lent for tag in group.tags] for group in grouping.reports[0].groups]
 
 
-def test_a_result_that_leaves_the_graph_stays_functional(pool: ranks.RankPool) -> None:
-    assert pool.run(returned, timeout_s=250) == [(1, ["its result meets no other exchange's"])] * 2
+def test_a_result_that_leaves_the_graph_is_not_lent(pool: ranks.RankPool) -> None:
+    assert pool.run(returned, timeout_s=250) == [[[True, True, True], [True], [False]]] * 2
 
 
 def composed(rank: int, world_size: int) -> tuple[int, int]:
@@ -229,7 +231,7 @@ def composed(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def test_composes_with_a_pass_that_is_there(pool: ranks.RankPool) -> None:
-    assert pool.run(composed, timeout_s=250) == [(1, 1)] * 2
+    assert pool.run(composed, timeout_s=250) == [(1, 2)] * 2
 
 
 def misused(rank: int, world_size: int) -> None:
@@ -237,14 +239,38 @@ def misused(rank: int, world_size: int) -> None:
     comm.build("cpu")
     name = comm._where[0]
     x = torch.zeros(1, 2, world_size, 4)
-    with pytest.raises(RuntimeError, match="wait_ without a submit"):
-        torch.ops.ulysses_op.wait_([x], [x], name)
-    target = torch.ops.ulysses_op.submit(x + rank, name, world_size, -1, [], [], "scatter_heads", "0", True)
+    submit, wait = torch.ops.ulysses_op.submit, torch.ops.ulysses_op.wait_
+    exchange = (name, world_size, -1, [], [], False, "scatter_heads")
+    whole = list(range(world_size))
+    with pytest.raises(RuntimeError, match="no group of '0' is under way"):
+        wait([x], [x], name, ["0"])
+    target = submit(x + rank, *exchange, "0", True, False)
+    with pytest.raises(RuntimeError, match="given 1 targets for the 2 tags"):
+        wait([target], [x], name, ["0", "1"])
     copied = torch.full_like(target, -1)  # a compiler may hand wait_ a copy
-    torch.ops.ulysses_op.wait_([copied], [x], name)
-    assert copied[0, ::2, 0, 0].tolist() == list(range(world_size))
-    with pytest.raises(RuntimeError, match="already"):
-        torch.ops.ulysses_op.wait_([copied], [x], name)
+    wait([copied], [x], name, ["0"])
+    assert copied[0, ::2, 0, 0].tolist() == whole
+    with pytest.raises(RuntimeError, match="waited for already"):
+        wait([copied], [x], name, ["0"])
+    # Two groups under way, waited for in another order than they were submitted in.
+    sources = [x + rank, x + rank + 10, x + rank + 20]
+    first = [submit(sources[0], *exchange, "0", False, True), submit(sources[1], *exchange, "1", True, False)]
+    second = [submit(sources[2], *exchange, "2", True, True)]
+    wait(second, sources[2:], name, ["2"])
+    wait(first, sources[:2], name, ["0", "1"])
+    for index, result in enumerate((*first, *second)):
+        assert result[0, ::2, 0, 0].tolist() == [10 * index + peer for peer in whole]
+    # A target that somebody still waits for is not written again.
+    kept = submit(x + rank, *exchange, "0", True, True)
+    with pytest.raises(RuntimeError, match="never waited for"):
+        submit(x, *exchange, "0", True, True)
+    del kept
+    submit(x, *exchange, "0", False, True)
+    ranks.meet(dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="still open: the code that began it was left"):
+        submit(x, *exchange, "0", False, True)
+    with pytest.raises(ulysses_op.BrokenCommunicatorError):
+        submit(x, *exchange, "3", False, True)
     comm.close()
 
 

@@ -21,11 +21,17 @@ from .torch_compat import group_device_types, group_store
 
 
 def bring_up(
-    group: dist.ProcessGroup, device: torch.device, requested: str, max_targets: int, timeout_s: float
+    group: dist.ProcessGroup,
+    device: torch.device,
+    requested: str,
+    max_targets: int,
+    timeout_s: float,
+    pipelined: bool = False,
 ) -> tuple[Engine, Decision, list[Facts]]:
     """The engine of the best backend that comes up on every rank, why that one, and what the ranks stated. Collective.
 
-    A backend that fails to come up on some rank is refused on all, and the next one is tried.
+    A backend that fails to come up on some rank is refused on all, and the next one is tried. ``pipelined`` is for the
+    asynchronous ops: see OneSidedEngine.
 
     Raises, alike on every rank, ValueError if the ranks ask for different things, and BackendUnavailableError if the
     backend asked for cannot run, or none can; PeerTimeoutError where a rank is missing.
@@ -41,7 +47,7 @@ def bring_up(
             return C10dEngine(group, group.rank(), device, channel, timeout_s), decision, facts
         assert segment is not None
         try:
-            engine = _one_sided(decision.backend, group, device, segment, channel, max_targets, timeout_s)
+            engine = _one_sided(decision.backend, group, device, segment, channel, max_targets, timeout_s, pipelined)
             return engine, decision, facts
         except TargetError as error:
             facts = [replace(fact, refusals={**fact.refusals, decision.backend: str(error)}) for fact in facts]
@@ -103,6 +109,7 @@ def _one_sided(
     channel: Channel,
     max_targets: int,
     timeout_s: float,
+    pipelined: bool,
 ) -> Engine:
     """Raises TargetError on every rank when it fails on one."""
     mapping: Mapping
@@ -116,7 +123,7 @@ def _one_sided(
     board.register_self()
     channel.all_gather(b"")
     board.watch_peers()
-    engine = OneSidedEngine(backend, channel, device, mapping, max_targets)
+    engine = OneSidedEngine(backend, channel, device, mapping, max_targets, pipelined)
     try:
         channel.vote(f"starting {backend}", lambda: engine.start(board, timeout_s))
     except TargetError:

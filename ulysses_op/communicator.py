@@ -21,6 +21,7 @@ from .errors import BrokenCommunicatorError, TargetError, kind_of_error
 from .exchange_group import ExchangeGroup, Submission, call_op
 from .gradients import DifferentiableExchange
 from .layout import Direction, Exchange, HeadPlan, HeadRanges, gather_exchange, scatter_exchange
+from .memory_pools import outside_memory_pools
 from .process_groups import GroupLike, resolve_group
 from .registry import register
 from .torch_compat import group_device_types, stops_recomputation
@@ -29,6 +30,7 @@ TIMEOUT_VARIABLE = "ULYSSES_OP_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 600.0
 MAX_TIMEOUT_S = 1e6
 DEFAULT_MAX_TARGETS = 12
+MAX_UNWAITED = 8  # groups of one communicator that are complete and not waited for
 _RELEASE_GRACE_S = 2.0  # what garbage collection and interpreter exit allow queued exchanges
 
 
@@ -78,9 +80,10 @@ class Communicator:
         self._device: torch.device | None = None
         self._decision: Decision | None = None
         self._facts: list[Facts] = []
-        self._open_group: ExchangeGroup | None = None
-        self._companion: Communicator | None = None
-        self._async_group: ExchangeGroup | None = None
+        self._groups: list[ExchangeGroup] = []  # begun and not waited for, in order; the last may still be open
+        self._pipelined = False  # a group may begin before those that are complete are waited for
+        self._companion: Communicator | None = None  # what asynchronous.py keeps beside this one
+        self._async_exchange: Any = None
         self._broken: str | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -95,6 +98,13 @@ class Communicator:
         (collective).
         """
         return self._built().backend
+
+    @property
+    def known_backend(self) -> str | None:
+        """:attr:`backend` if it is decided already, else None. Local."""
+        if self._engine is not None:
+            return self._engine.backend
+        return self._companion.known_backend if self._companion is not None else None
 
     @property
     def reason(self) -> str:
@@ -189,17 +199,18 @@ class Communicator:
         self._closed = True
         if self._companion is not None:
             self._companion.close()
-        group, self._open_group = self._open_group, None
+        groups, self._groups = self._groups, []
         if self._release is not None and self._release.detach() is not None:
             assert self._engine is not None
-            unfinished = group is not None and not group.final
+            unfinished = any(not group.final for group in groups)
             if unfinished and self._broken is None:
                 self._engine.abort("abort", "closed its communicator in the middle of a group")
             self._engine.close(0.0 if unfinished or self._broken else self._timeout_s)
         self._engine = None
-        if group is not None and self._broken is None:
+        if groups and self._broken is None:
+            lost = "; ".join(group.describe() for group in groups)
             raise RuntimeError(
-                f"the communicator was closed, but the results of the group of {group.describe()} were never waited for"
+                f"the communicator was closed, but the results of the group of {lost} were never waited for"
             )
 
     def __enter__(self) -> Communicator:
@@ -252,8 +263,12 @@ class Communicator:
                 f"the tensor is on {x.device}, but this communicator exchanges tensors on "
                 f"{self._device}: use one communicator a device"
             )
-        if self._open_group is not group:
-            self._begin(engine, group)
+        if group not in self._groups:
+            self._begin(engine, tag)
+        elif any(tag in other.submitted_tags() for other in self._groups if other is not group):
+            error = RuntimeError(f"tag {tag!r} belongs to an earlier group that was not waited for yet")
+            self._break(error)
+            raise error
         submission = Submission(tag, x, exchange, owned, group.is_next_final(final))
         try:
             engine.prepare(group, submission)
@@ -266,7 +281,8 @@ class Communicator:
             if group.submissions or isinstance(error, BrokenCommunicatorError) or not isinstance(error, Exception):
                 self._break(error)
             raise
-        self._open_group = group
+        if group not in self._groups:
+            self._groups.append(group)
         try:
             engine.check(group)
             engine.submit(group, submission)
@@ -282,7 +298,7 @@ class Communicator:
         self._check_usable()
         if group.waited:
             raise RuntimeError("wait() was called already: a group is waited for once")
-        if self._open_group is not group or not group.submissions:
+        if group not in self._groups or not group.submissions:
             raise RuntimeError("wait() on a group to which nothing was submitted, or that a later group has replaced")
         by_tag = {submission.tag: i for i, submission in enumerate(group.submissions)}
         wanted = tags or group.tags or tuple(by_tag)
@@ -302,7 +318,7 @@ class Communicator:
             self._break(error)
             raise
         group.waited = True
-        self._open_group = None
+        self._groups.remove(group)
         results = self._differentiable(group, results)
         for submission in group.submissions:
             submission.release()
@@ -310,7 +326,7 @@ class Communicator:
 
     def _leave(self, group: ExchangeGroup, error: BaseException | None) -> None:
         """The end of the with-block. Results may still be waited for after it, until the next group begins."""
-        if self._open_group is not group or self._engine is None or self._broken is not None:
+        if group not in self._groups or self._engine is None or self._broken is not None:
             return
         if error is not None and not group.final and not stops_recomputation(error):
             self._break(error)
@@ -320,22 +336,37 @@ class Communicator:
             group.final = True
             self._guarded(self._engine.finish, group)
 
-    def _begin(self, engine: Engine, group: ExchangeGroup) -> None:
-        other = self._open_group
-        if other is None:
-            return
-        if not other.final:
+    def _begin(self, engine: Engine, tag: str) -> None:
+        """Whether a group may begin with ``tag``: one after the other, except where they are pipelined."""
+        for other in self._groups:
+            if not other.final:
+                raise RuntimeError(
+                    f"the group of {other.describe()} is still open: finish and wait() for it, or use a second "
+                    "communicator"
+                )
+        full = len(self._groups) >= MAX_UNWAITED
+        lost = [group for group in self._groups if not self._pipelined or full or tag in group.submitted_tags()]
+        for group in lost:
+            self._abandon(engine, group)
+        if lost:
             raise RuntimeError(
-                f"the group of {other.describe()} is still open: finish and wait() for it, or use a second communicator"
+                f"the results of the earlier group of {'; '.join(group.describe() for group in lost)} were never "
+                "waited for, and are lost now: call a group's wait() before the next one begins"
             )
-        self._abandon(engine, other)
+
+    def _group_of(self, tags: Sequence[str]) -> ExchangeGroup:
+        """The group under way to which exactly ``tags`` were submitted, in this order."""
+        self._check_usable()
+        for group in self._groups:
+            if group.submitted_tags() == tuple(tags):
+                return group
         raise RuntimeError(
-            f"the results of the earlier group of {other.describe()} were never waited for, and are lost now: call a "
-            "group's wait() before the next one begins"
+            f"no group of {', '.join(map(repr, tags))} is under way: it was not submitted, or was waited for already"
         )
 
     def _abandon(self, engine: Engine, group: ExchangeGroup) -> None:
-        self._open_group = None
+        if group in self._groups:
+            self._groups.remove(group)
         group.waited = True
         if group.submissions:
             if not group.final:
@@ -417,37 +448,6 @@ class Communicator:
             self._exchanges[key] = exchange
         return exchange
 
-    def _submit_async(
-        self,
-        x: torch.Tensor,
-        tag: str,
-        direction: Direction,
-        heads: HeadRanges | None,
-        seq_lens: tuple[int, ...] | None,
-        final: bool,
-    ) -> torch.Tensor:
-        """One more submission of the group that the asynchronous ops have open; where its result will be."""
-        if self._async_group is None or self._async_group.waited:
-            self._async_group = ExchangeGroup(self, ())
-        group = self._async_group
-        exchange = self._exchange_of(x, direction, heads, seq_lens)
-        self._submit_exchange(group, x.detach(), tag, exchange, final, True)
-        return self._built().result_of(group.submissions[-1])
-
-    def _beside(self) -> Communicator:
-        """A communicator of the same ranks and settings, for the asynchronous ops; it lives as long as this one."""
-        if self._companion is None:
-            self._companion = Communicator(
-                self._group(), backend=self._requested, max_targets=self._max_targets, timeout_s=self._timeout_s
-            )
-        return self._companion
-
-    def _wait_async(self) -> tuple[torch.Tensor, ...]:
-        """The results of that group, in the order of submission."""
-        if self._async_group is None:
-            raise RuntimeError("wait_ without a submit before it")
-        return self._wait(self._async_group, ())
-
     # Building.
 
     def _built(self, device: torch.device | None = None) -> Engine:
@@ -469,7 +469,9 @@ class Communicator:
 
     def _build(self, device: torch.device) -> None:
         device = torch.empty(0, device=device).device  # "cuda" is the current device from now on
-        engine, decision, facts = bring_up(self._group(), device, self._requested, self._max_targets, self._timeout_s)
+        group, requested, pipelined = self._group(), self._requested, self._pipelined
+        with_settings = (requested, self._max_targets, self._timeout_s, pipelined)
+        engine, decision, facts = outside_memory_pools(device, lambda: bring_up(group, device, *with_settings))
         self._engine, self._decision, self._facts, self._device = engine, decision, facts, device
         self._release = weakref.finalize(self, _release, engine, os.getpid())
 
@@ -495,7 +497,7 @@ class Communicator:
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
             self._broken = f"{type(error).__name__}: {error}"
-            self._open_group = None
+            self._groups.clear()
             if self._engine is not None:
                 self._engine.abort(kind_of_error(error), self._broken)
 

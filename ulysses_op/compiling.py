@@ -6,66 +6,96 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch._inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from . import grouping, inductor_lowering, inductor_order, ops
+from . import fx_nodes, fx_order, grouping, inductor_compat, inductor_lowering, inductor_order, ops
 from .inductor_compat import CustomSchedulerPass
 
 _Model = TypeVar("_Model")
-_UUID = get_hash_for_files(
-    (grouping.__file__, inductor_lowering.__file__, inductor_order.__file__, ops.__file__, __file__)
-)
+_MODULES = (fx_nodes, fx_order, grouping, inductor_compat, inductor_lowering, inductor_order, ops)
+_UUID = get_hash_for_files((__file__, *(str(module.__file__) for module in _MODULES)))
+
+CUDA_GRAPHS = ("auto", "through", "around")
 
 
 class GroupExchanges(CustomGraphPass):
     """Inductor's post-grad pass; runs a pass that was installed already first. ``reports`` tells what it did, a
     report for each graph that was compiled (and not served from a cache)."""
 
-    def __init__(self, inner: Callable[[torch.fx.Graph], None] | None = None) -> None:
+    def __init__(self, inner: Callable[[torch.fx.Graph], None] | None = None, cuda_graphs: str = "auto") -> None:
         self.inner = inner
+        self.cuda_graphs = cuda_graphs
         self.reports: list[grouping.Report] = []
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.inner is not None:
             self.inner(graph)
-        self.reports.append(grouping.group_exchanges(graph))
+        self.reports.append(grouping.group_exchanges(graph, self._uncaptured))
+
+    def _uncaptured(self, communicator: str) -> bool:
+        if self.cuda_graphs != "auto":
+            return self.cuda_graphs == "around"
+        return dict(ops.known_backends()).get(communicator) == "c10d"
 
     def uuid(self) -> Any:
+        # What the pass finds decided about the communicators shapes its result.
+        backends = ops.known_backends() if self.cuda_graphs == "auto" else self.cuda_graphs
         if self.inner is None:
-            return _UUID
+            return _UUID, backends
         inner = self.inner.uuid() if isinstance(self.inner, CustomGraphPass) else None
-        return None if inner is None else (_UUID, inner)
+        return None if inner is None else (_UUID, backends, inner)
 
 
 class KeepOrder(CustomSchedulerPass):  # type: ignore[misc, valid-type]
-    """Inductor's pre-fusion pass."""
+    """Inductor's pre-fusion pass; adds to the report that ``before`` made of the same graph."""
+
+    def __init__(self, before: GroupExchanges) -> None:
+        self.before = before
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        return inductor_order.keep_order(nodes)
+        return inductor_order.keep_order(nodes, self.before.reports[-1] if self.before.reports else None)
 
     def uuid(self) -> Any:
         return _UUID
 
 
-def compile_options(post_grad_custom_post_pass: Any = None) -> dict[str, Any]:
+def compile_options(post_grad_custom_post_pass: Any = None, *, cuda_graphs: str = "auto") -> dict[str, Any]:
     """Options for ``torch.compile(model, options=...)`` that install the pass.
 
     post_grad_custom_post_pass: a pass of your own to run before it; None takes the one that Inductor's configuration
     holds.
+    cuda_graphs: where Inductor uses CUDA graphs, exchanges go "through" them, captured like any kernel, or the graphs
+    are partitioned "around" them; "auto" goes around where the backend is known to be c10d when the code is compiled
+    (the communicator has exchanged, or was built), else through.
     """
     import torch._inductor.config as config
 
+    if cuda_graphs not in CUDA_GRAPHS:
+        raise ValueError(f"cuda_graphs is {cuda_graphs!r}, expected one of {', '.join(CUDA_GRAPHS)}")
     inner: Any = post_grad_custom_post_pass or config.post_grad_custom_post_pass
-    return {"post_grad_custom_post_pass": GroupExchanges(inner), "_pre_fusion_custom_pass": KeepOrder()}
+    group = GroupExchanges(inner, cuda_graphs)
+    return {"post_grad_custom_post_pass": group, "_pre_fusion_custom_pass": KeepOrder(group)}
 
 
-def compile(model: _Model, *, options: dict[str, Any] | None = None, **arguments: Any) -> _Model:
-    """``torch.compile(model, options=options, **arguments)`` with the pass installed: exchanges that meet in one
-    attention become one group, V's submission goes ahead of the work on Q and K, and one wait completes them.
+def compile(
+    model: _Model,
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    cuda_graphs: str = "auto",
+    **arguments: Any,
+) -> _Model:
+    """``torch.compile(model, mode=mode, options=options, **arguments)`` with the pass installed: exchanges that meet in
+    one attention become one group, V's submission goes ahead of the work on Q and K, and one wait completes them.
+
+    cuda_graphs: see :func:`compile_options`. Other backends than Inductor run the functional ops: right, without
+    overlap.
     """
-    merged = {**compile_options((options or {}).get("post_grad_custom_post_pass")), **_without_pass(options or {})}
-    return torch.compile(model, options=merged, **arguments)  # type: ignore[call-overload]
-
-
-def _without_pass(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "post_grad_custom_post_pass"}
+    if arguments.get("backend", "inductor") != "inductor":
+        return torch.compile(model, mode=mode, options=options, **arguments)  # type: ignore[call-overload]
+    chosen = dict(options or {})
+    installed = compile_options(chosen.pop("post_grad_custom_post_pass", None), cuda_graphs=cuda_graphs)
+    # torch.compile takes a mode or options, and a mode is options by name.
+    by_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
+    return torch.compile(model, options={**by_mode, **chosen, **installed}, **arguments)  # type: ignore[call-overload]

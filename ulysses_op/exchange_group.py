@@ -87,8 +87,8 @@ def call_op(
     if not flat and not lengths:
         rank = -1
     if direction == "scatter_heads":
-        return torch.ops.ulysses_op.scatter_heads(x, communicator, world_size, rank, flat, lengths)
-    return torch.ops.ulysses_op.gather_heads(x, communicator, world_size, rank, flat, lengths, False)
+        return torch.ops.ulysses_op.scatter_heads.default(x, communicator, world_size, rank, flat, lengths)
+    return torch.ops.ulysses_op.gather_heads.default(x, communicator, world_size, rank, flat, lengths, False)
 
 
 class ExchangeGroup:
@@ -107,6 +107,8 @@ class ExchangeGroup:
         self._traced: dict[str, torch.Tensor] = {}  # under torch.compile: an op for each tag
         self.final = False
         self.waited = False
+        self.captured = False  # into a CUDA graph, whose targets are its own
+        self.state: Any = None  # belongs to the engine that moves the group
 
     def submit(
         self,
@@ -164,12 +166,16 @@ class ExchangeGroup:
         return final or len(self.submissions) + 1 == len(self.tags)
 
     def ready_digest(self, first: Submission) -> int:
-        """What READY stands for: with the names, since READY opens the targets of all of them."""
-        return digest_of(("READY", self.tags, first.digest))
+        """What READY stands for: with the names, since READY opens the targets of all of them, and whether they are
+        those of a CUDA graph."""
+        return digest_of(("READY", self.tags, first.digest, self.captured))
 
     def done_digest(self) -> int:
         """What DONE stands for: everything that was submitted, in order."""
         return digest_of(("DONE", self.tags, *(submission.digest for submission in self.submissions)))
+
+    def submitted_tags(self) -> tuple[str, ...]:
+        return tuple(submission.tag for submission in self.submissions)
 
     def describe(self) -> str:
         return ", ".join(repr(submission.tag) for submission in self.submissions) or "no tag yet"

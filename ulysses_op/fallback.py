@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ class C10dEngine:
         self._channel = channel
         self._timeout_s = timeout_s
         self._agreed: set[int] = set()
-        self._closing: Any = None
         if device.type == "cuda":
             self._differs = torch.zeros((), dtype=torch.bool, device=device)
             self._differs_on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
@@ -83,7 +81,7 @@ class C10dEngine:
             return
         own = torch.full((1,), group.done_digest() - (1 << 63), dtype=torch.int64, device=self._device)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._closing = (dist.all_gather(gathered, own, group=self._group(), async_op=True), own, gathered)
+        group.state = (dist.all_gather(gathered, own, group=self._group(), async_op=True), own, gathered)
 
     def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
         results = []
@@ -98,7 +96,7 @@ class C10dEngine:
                     result[region].copy_(piece.view(shape))
             results.append(result)
         if self._device.type == "cuda":
-            self._verify()
+            self._verify(group)
         return results
 
     def abandon(self, group: ExchangeGroup) -> None:
@@ -163,9 +161,9 @@ class C10dEngine:
                 f"plan, need of a gradient, or order than {what}"
             )
 
-    def _verify(self) -> None:
+    def _verify(self, group: ExchangeGroup) -> None:
         """Look on the GPU whether all ranks closed the same group; :meth:`check` raises once it is seen that not."""
-        work, own, gathered = self._closing
+        (work, own, gathered), group.state = group.state, None
         work.wait()
         self._differs |= (torch.cat(gathered) != own).any()
         self._differs_on_host.copy_(self._differs, non_blocking=True)

@@ -1,42 +1,46 @@
 """The graph pass that makes functional exchanges asynchronous: submissions where their inputs are ready, one joint
 wait.
 
-It runs after AOTAutograd, on the graph that Inductor is about to lower. Exchanges of one communicator whose results
-meet in one node (attention) become a group: V's submission behind V's projection, then those whose inputs take more
-work, the last one final, then one ``wait_`` before the first use of any result.
+It runs after AOTAutograd, on the graph that Inductor is about to lower. Scatters whose results meet (in attention)
+become a group: V's submission behind V's projection, then those whose inputs take more work, the last one final, one
+wait_ before the first use of any result. Gathers of the results of one node (attention, its backward) go in two groups:
+the last one travels while the others are worked on. Any other exchange is a group of its own.
 
     before: mm, norm + RoPE of q and k, scatter_heads(q), scatter_heads(k), scatter_heads(v), attention
     after:  mm, submit(v), norm + RoPE of q and k, submit(q), submit(k), wait_, attention
 
-Results are owned by the graph, as those of the functional ops are. The order follows from the graph's structure and the
-ops' arguments alone, so it is the same on every rank.
+The order follows from the graph's structure and the ops' arguments alone, so it is the same on every rank. Results are
+owned here; inductor_order.py lends where it can.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from .fx_nodes import ancestors, descendants, is_heavy, is_view, write_inside
+from .fx_order import Flight, reorder
+
 logger = logging.getLogger(__name__)
 
 _SCATTER = torch.ops.ulysses_op.scatter_heads.default
-_SUBMIT = torch.ops.ulysses_op.submit.default
-_WAIT = torch.ops.ulysses_op.wait_.default
+_GATHER = torch.ops.ulysses_op.gather_heads.default
 
 
 @dataclass
 class Group:
-    """Exchanges that became one group, in the order of submission, as the names of their nodes."""
+    """Exchanges that became one group, in the order of submission, as the names of their nodes; their tags; and which
+    of those are lent, the others being copied out of the buffers that peers write."""
 
     members: list[str]
-    consumer: str
+    communicator: str
+    tags: list[str] = field(default_factory=list)
+    lent: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -52,168 +56,180 @@ class Report:
         return len(self.groups)
 
 
-def group_exchanges(graph: Graph) -> Report:
-    """Rewrite ``graph`` in place; see above."""
+def group_exchanges(graph: Graph, uncaptured: Callable[[str], bool] = lambda communicator: False) -> Report:
+    """Rewrite ``graph`` in place; see above.
+
+    uncaptured: of a communicator's name, whether its exchanges are to be left out of CUDA graphs.
+    """
     report = Report()
-    found = _find(graph, report)
-    if found and (mutation := _mutation_inside(graph)) is not None:
-        for members, _ in found:
-            report.left.update({member.name: f"{mutation.name} writes in place before it" for member in members})
-        found = []
-    after: dict[Node, Node] = {}  # a node that uses results, and the wait_ that it has to follow
-    waits = []
-    for members, consumer in found:
-        members = _by_readiness(members)
-        report.groups.append(Group([member.name for member in members], consumer.name))
-        waits.append(_rewrite(graph, members, after))
-    if waits:
-        _reorder(graph, waits, after)
-        graph.lint()
-    for name, why in report.left.items():
-        logger.info("left alone: %s: %s", name, why)
+    exchanges = [node for node in graph.nodes if node.target in (_SCATTER, _GATHER)]
+    if not exchanges:
+        return report
+    write = write_inside(graph)
+    if write is not None:
+        report.left = {node.name: f"{write.name} writes in place in the same graph" for node in exchanges}
+        for node in exchanges:
+            if uncaptured(node.args[1]):
+                node.target = _overload(node.target, True)
+            logger.info("left alone: %s: %s", node.name, report.left[node.name])
+        return report
+    flights = []
+    for members in _in_order_of_dependency(_scatter_groups(graph) + _gather_groups(exchanges)):
+        communicator = str(members[0].args[1])
+        report.groups.append(Group([member.name for member in members], communicator))
+        flights.append(_rewrite(graph, members, uncaptured(communicator)))
+    reorder(graph, flights)
+    _assign_tags(graph, flights, report)
+    graph.lint()
     for group in report.groups:
-        logger.info("grouped for %s: %s", group.consumer, ", ".join(group.members))
+        logger.info("one group: %s", ", ".join(group.members))
     return report
 
 
-def _find(graph: Graph, report: Report) -> list[tuple[list[Node], Node]]:
-    """Groups in program order, each with the node in which results of two of its members first meet."""
-    groups: list[tuple[list[Node], Node]] = []
-    pending: dict[Any, list[Node]] = {}
-    derived: dict[Node, frozenset[Node]] = {}  # the pending exchanges that a node's value comes from
+# What belongs together.
 
-    def close(communicator: Any, consumer: Node | None, why: str) -> None:
-        members = pending.pop(communicator)
-        if consumer is not None and len(members) > 1:
-            groups.append((members, consumer))
-        else:
-            report.left.update({member.name: why for member in members})
+
+def _scatter_groups(graph: Graph) -> list[list[Node]]:
+    """Scatters of one communicator whose results meet in a node, or meet what came from such a meeting."""
+    groups: list[list[Node]] = []
+    pending: list[Node] = []
+    latest: dict[Any, tuple[list[Node], int]] = {}  # by communicator: its last group, and where that one first met
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    derived: dict[Node, frozenset[Node]] = {}  # the scatters of these two that a value comes from
+
+    def close(members: list[Node], met_at: int) -> None:
+        for member in members:
+            pending.remove(member)
+        groups.append(members)
+        latest[members[0].args[1]] = (groups[-1], met_at)
 
     for node in graph.nodes:
-        sources = frozenset[Node]().union(*(derived.get(used, frozenset()) for used in node.all_input_nodes))
-        for communicator in {source.args[1] for source in sources}:
-            mine = [member for member in pending.get(communicator, ()) if member in sources]
-            if len(mine) > 1:
-                close(communicator, node, "no other exchange meets its result")
-            elif mine and node.target is _SCATTER:
-                close(communicator, None, "another exchange needs its result")
-        live = {member for members in pending.values() for member in members}
-        derived[node] = sources & live
+        live = {*pending, *(member for members, _ in latest.values() for member in members)}
+        sources = frozenset[Node]().union(*(derived.get(used, frozenset()) for used in node.all_input_nodes)) & live
+        waiting = [member for member in pending if member in sources]
+        for communicator in {member.args[1] for member in waiting}:
+            mine = [member for member in waiting if member.args[1] == communicator]
+            earlier, met_at = latest.get(communicator, ([], -1))
+            if node.target in (_SCATTER, _GATHER):
+                for member in mine:  # it needs their results, so it is none of their group
+                    close([member], position[node])
+            elif len(mine) > 1:
+                close(mine, position[node])
+            elif sources.intersection(earlier) and position[mine[0]] < met_at:
+                pending.remove(mine[0])
+                earlier.append(mine[0])
+        derived[node] = frozenset((node,)) if node.target is _SCATTER else sources
         if node.target is _SCATTER:
-            pending.setdefault(node.args[1], []).append(node)
-            derived[node] = frozenset((node,))
-    for communicator in list(pending):
-        close(communicator, None, "its result meets no other exchange's")
+            pending.append(node)
+    return groups + [[member] for member in pending]
+
+
+def _gather_groups(exchanges: Sequence[Node]) -> list[list[Node]]:
+    """Gathers of results of one node. Where they are worked on apart, the last of them is a group of its own."""
+    siblings: dict[Any, list[Node]] = {}
+    order: dict[Node, int] = {}
+    for node in exchanges[0].graph.nodes:
+        order[node] = len(order)
+    for node in exchanges:
+        if node.target is _GATHER:
+            source = max((used for used in ancestors([node]) if is_heavy(used)), key=order.__getitem__, default=None)
+            siblings.setdefault((node.args[1], source), []).append(node)
+    groups = []
+    for members in siblings.values():
+        work = dict(zip(members, _own_work(members, descendants), strict=True))
+        members = sorted(members, key=lambda member: -work[member])
+        if len(members) > 1 and work[members[0]] > 0:
+            groups += [members[:-1], members[-1:]]
+        else:
+            groups.append(members)
     return groups
 
 
-def _mutation_inside(graph: Graph) -> Node | None:
-    """A node that writes to memory other nodes read, and is not part of the graph's final copies to its inputs."""
-    tail = True
-    for node in reversed(graph.nodes):
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
-        if not _writes(node):
-            tail = False
-        elif not (tail and node.target is torch.ops.aten.copy_.default):
-            return node
-    return None
+def _own_work(members: Sequence[Node], closure: Callable[[list[Node]], set[Node]]) -> list[int]:
+    """How many nodes that cost something each member alone comes from, or leads to."""
+    closures = [closure([member]) for member in members]
+    counts = []
+    for index, own in enumerate(closures):
+        others = set[Node]().union(*(other for i, other in enumerate(closures) if i != index))
+        counts.append(sum(not is_view(node) for node in own - others))
+    return counts
 
 
-def _writes(node: Node) -> bool:
-    target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return target.name() == "triton_kernel_wrapper_mutation"
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+def _in_order_of_dependency(groups: list[list[Node]]) -> list[list[Node]]:
+    """Groups behind those whose results they need; program order among others. Groups that need each other are taken
+    apart.
+    """
+    position = {node: index for index, node in enumerate(groups[0][0].graph.nodes)}
+    needed = [ancestors(members) for members in groups]
+    left = sorted(range(len(groups)), key=lambda index: min(map(position.__getitem__, groups[index])))
+    order: list[list[Node]] = []
+    while left:
+        for index in left:
+            if not any(needed[index].intersection(groups[other]) for other in left if other != index):
+                left.remove(index)
+                order.append(_by_readiness(groups[index]))
+                break
+        else:
+            apart = [[member] for index in left for member in groups[index]]
+            return order + sorted(apart, key=lambda members: position[members[0]])
+    return order
 
 
-def _ancestors(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    stack = list(node.all_input_nodes)
-    while stack:
-        used = stack.pop()
-        if used not in found:
-            found.add(used)
-            stack.extend(used.all_input_nodes)
-    return found
+def _by_readiness(members: list[Node]) -> list[Node]:
+    """Scatters whose inputs take the least work of their own come first. Gathers are in order already."""
+    if members[0].target is _GATHER:
+        return members
+    program = sorted(members, key=list(members[0].graph.nodes).index)
+    work = dict(zip(program, _own_work(program, ancestors), strict=True))
+    return sorted(program, key=lambda member: work[member])
 
 
-def _is_view(node: Node) -> bool:
-    if node.op != "call_function":
-        return True
-    if node.target is operator.getitem:
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
+# What they become.
 
 
-def _by_readiness(members: Sequence[Node]) -> list[Node]:
-    """The members whose inputs take the least work of their own first; program order breaks ties."""
-    ancestors = [_ancestors(member) for member in members]
-
-    def own_work(index: int) -> int:
-        others = set[Node]().union(*(a for other, a in enumerate(ancestors) if other != index))
-        return sum(not _is_view(node) for node in ancestors[index] - others)
-
-    order = sorted(range(len(members)), key=lambda index: (own_work(index), index))
-    return [members[index] for index in order]
+def _overload(op: Any, uncaptured: bool) -> Any:
+    packet = op.overloadpacket
+    return packet.uncaptured if uncaptured else packet.default
 
 
-def _rewrite(graph: Graph, members: Sequence[Node], after: dict[Node, Node]) -> Node:
-    """Put submissions and a wait_ in place of functional exchanges; the wait_."""
+def _rewrite(graph: Graph, members: Sequence[Node], uncaptured: bool) -> Flight:
+    """Put submissions and a wait_ in place of functional exchanges."""
+    submit_op = _overload(torch.ops.ulysses_op.submit.default, uncaptured)
+    wait_op = _overload(torch.ops.ulysses_op.wait_.default, uncaptured)
     submits = []
-    for tag, member in enumerate(members):
+    for index, member in enumerate(members):
+        x, communicator, world_size, rank, heads, seq_lens, *replicas = member.args
+        direction = "scatter_heads" if member.target is _SCATTER else "gather_heads"
+        exchange = (x, communicator, world_size, rank, heads, seq_lens, bool(replicas and replicas[0]))
         with graph.inserting_before(member):
-            arguments = (*member.args, "scatter_heads", str(tag), tag == len(members) - 1)
-            submit = graph.call_function(_SUBMIT, arguments)
+            submit = graph.call_function(submit_op, (*exchange, direction, "", index == len(members) - 1, False))
         submit.meta.update(member.meta)
         submits.append(submit)
-    with graph.inserting_after(members[-1]):
-        wait = graph.call_function(_WAIT, (submits, [], members[0].args[1]))
+    last = max(members, key=list(graph.nodes).index)
+    with graph.inserting_after(last):
+        wait = graph.call_function(wait_op, (submits, [], members[0].args[1], []))
     wait.meta["val"] = None
     for member, submit in zip(members, submits, strict=True):
-        for user in list(member.users):
-            if user is not wait:
-                after[user] = wait
-        member.replace_all_uses_with(submit, delete_user_cb=lambda user: user is not wait)
+        member.replace_all_uses_with(submit)
         graph.erase_node(member)
-    return wait
+    return Flight(submits, wait)
 
 
-def _reorder(graph: Graph, waits: Sequence[Node], after: dict[Node, Node]) -> None:
-    """Each submission, in its order, as soon as what it needs is there; everything else where it was, behind what it
-    needs.
-    """
-    original = list(graph.nodes)
-    position = {node: index for index, node in enumerate(original)}
-    order: list[Node] = []
-    placed: set[Node] = set()
-
-    def needs(node: Node) -> list[Node]:
-        used: Iterable[Node] = node.all_input_nodes
-        return sorted({*used, *([after[node]] if node in after else [])} - placed, key=position.__getitem__)
-
-    def place(node: Node) -> None:
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            missing = needs(top)
-            if missing:
-                stack.append(missing[0])
-                continue
-            stack.pop()
-            if top not in placed:
-                placed.add(top)
-                order.append(top)
-
-    for node in original:
-        if node.op == "placeholder":
-            place(node)
-    for wait in waits:
-        submits: Any = wait.args[0]
-        for submit in submits:
-            place(submit)
-        place(wait)
-    for node in original:
-        place(node)
-    for before, node in pairwise(order):
-        before.append(node)
+def _assign_tags(graph: Graph, flights: Sequence[Flight], report: Report) -> None:
+    """Tags, and so targets, are shared by groups of which one is waited for before the other begins."""
+    groups = {id(flight): group for flight, group in zip(flights, report.groups, strict=True)}
+    by_submit = {submit: flight for flight in flights for submit in flight.submits}
+    by_wait = {flight.wait: flight for flight in flights}
+    in_use: dict[Any, set[str]] = {}
+    for node in graph.nodes:
+        if node in by_submit:
+            flight = by_submit[node]
+            taken = in_use.setdefault(node.args[1], set())
+            tag = next(tag for tag in map(str, range(len(taken) + 1)) if tag not in taken)
+            taken.add(tag)
+            node.update_arg(8, tag)
+            groups[id(flight)].tags.append(tag)
+        elif node in by_wait:
+            group = groups[id(by_wait[node])]
+            node.update_arg(3, list(group.tags))
+            in_use[node.args[2]] -= set(group.tags)

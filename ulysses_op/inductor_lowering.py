@@ -15,15 +15,20 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch.utils import _pytree as pytree
 
-_SUBMIT = torch.ops.ulysses_op.submit.default
-_WAIT = torch.ops.ulysses_op.wait_.default
+_OPS = torch.ops.ulysses_op
+_SUBMIT = (_OPS.submit.default, _OPS.submit.uncaptured)
 
 
-@register_lowering(_WAIT, type_promotion_kind=None)
-def _lower_wait(targets: list[Any], sources: list[Any], communicator: str) -> Any:
-    read = [_tensor_box(source) for target in targets for source in _sources_of(target)]
-    result = ir.FallbackKernel.create(_WAIT, targets, [*sources, *read], communicator)
-    return pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, result)
+def _register(wait: Any) -> None:
+    @register_lowering(wait, type_promotion_kind=None)
+    def lower(targets: list[Any], sources: list[Any], communicator: str, tags: list[str]) -> Any:
+        read = [_tensor_box(source) for target in targets for source in _sources_of(target)]
+        result = ir.FallbackKernel.create(wait, targets, [*sources, *read], communicator, tags)
+        return pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, result)
+
+
+_register(_OPS.wait_.default)
+_register(_OPS.wait_.uncaptured)
 
 
 def _sources_of(target: Any) -> list[Any]:
@@ -33,7 +38,7 @@ def _sources_of(target: Any) -> list[Any]:
         kernel = kernel.data
     if isinstance(kernel, ir.MultiOutput):
         kernel = kernel.inputs[0]
-    submits = isinstance(kernel, ir.FallbackKernel) and kernel.op_overload is _SUBMIT
+    submits = isinstance(kernel, ir.FallbackKernel) and kernel.op_overload in _SUBMIT
     return list(kernel.inputs) if submits else []
 
 

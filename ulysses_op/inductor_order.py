@@ -1,57 +1,188 @@
-"""Keeps the graph pass's order through Inductor's scheduler, which reorders by its own measures.
+"""Keeps the graph pass's order through Inductor's scheduler, which reorders by its own measures, and lends targets
+where the buffers show that nothing uses them any more when peers write them next.
+
+All dependencies that are added go from what Inductor created earlier to what it created later, as data does, so they
+close no cycle. They are weak: they order nodes, and carry no data.
 
 NOTE [First submission]: nothing in the data says that Q's and K's norms have to wait for V's submission, so passes for
-peak memory, or for fewer CUDA graph partitions, may put it last. A weak dependency, without data, from the first
-submission of a group to the kernels that only later submissions need says it, and prevents no fusion among them.
+peak memory, or for fewer CUDA graph partitions, may put it last. A dependency from the first submission of a group to
+the kernels that only later submissions need says it, and prevents no fusion among them.
+
+NOTE [Lending]: READY, which opens a target to the peers, stands behind everything that this rank has enqueued before
+the group's first submission. So a result may be the target itself if each of its readers comes before the next group
+that has the target, and if it leaves the graph in no output. Readers are looked for here, where buffers exist: a
+pointwise node of the graph may be computed again in each kernel that uses it, wherever that is. A lent buffer's memory
+is none that Inductor may give to another one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._inductor import ir
-from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
-_SUBMIT = torch.ops.ulysses_op.submit.default
-_WAIT = torch.ops.ulysses_op.wait_.default
+from .grouping import Report, logger
+from .inductor_compat import buffers_of, made_by, op_of, weak_dependency
+
+_OPS = torch.ops.ulysses_op
+_SUBMIT = (_OPS.submit.default, _OPS.submit.uncaptured)
+_WAIT = (_OPS.wait_.default, _OPS.wait_.uncaptured)
+_FUNCTIONAL = (
+    *(_OPS.scatter_heads.default, _OPS.scatter_heads.uncaptured),
+    *(_OPS.gather_heads.default, _OPS.gather_heads.uncaptured),
+)
+_DIRECTION, _TAG, _FINAL, _LEND = -4, -3, -2, -1  # among a submission's arguments that are no tensors
 
 
-def keep_order(nodes: list[Any]) -> list[Any]:
-    """Add the weak dependencies to the scheduler's nodes; the nodes in an order that obeys them."""
-    groups = _groups(nodes)
-    position = {node: index for index, node in enumerate(nodes)}
-    for submits in groups:
-        first, later = submits[0], submits[1:]
-        buffer = next(iter(first.get_buffer_names()))
-        needed_later = set[str]().union(*(submit.ancestors for submit in later))
-        for node in nodes:
-            name = node.get_name()
-            if name not in needed_later or name in first.ancestors or first.get_name() in node.ancestors:
-                continue
-            # All dependencies agree with the order of the list, so those of several groups close no cycle.
-            if position[node] < position[first]:
-                continue
-            node.add_fake_dep(WeakDep(buffer, mutating_buf=next(iter(node.get_buffer_names())), is_fake=True))
-    if groups:
-        scheduler = V.graph.scheduler
-        nodes = scheduler.topological_sort_schedule(nodes)
-        scheduler.nodes = nodes
-        scheduler.compute_ancestors()  # fusion asks them whether it would close a cycle
+def keep_order(nodes: list[Any], report: Report | None) -> list[Any]:
+    """Add dependencies to the scheduler's nodes and lend targets; the nodes in an order that obeys."""
+    graph = _Nodes(nodes)
+    exchanges = [node for node in graph.nodes if op_of(node) in (*_SUBMIT, *_WAIT, *_FUNCTIONAL)]
+    if not exchanges:
+        return nodes
+    # Ranks whose measures differ would otherwise exchange in different orders.
+    for earlier, later in pairwise(exchanges):
+        graph.order(earlier, later)
+    groups = _groups(exchanges)
+    for group in groups:
+        _first_submission_first(graph, group)
+        _keep_between(graph, group)
+    _lend(graph, groups, report)
+    scheduler = V.graph.scheduler
+    scheduler.nodes = nodes = scheduler.topological_sort_schedule(nodes)
+    scheduler.compute_ancestors()  # fusion asks them whether it would close a cycle
     return nodes
 
 
-def _groups(nodes: list[Any]) -> list[list[Any]]:
-    """The submissions of each group, in their order. A submission is final where its last argument says so."""
-    groups: list[list[Any]] = []
-    open_groups: dict[str, list[Any]] = {}  # by communicator, the first of the arguments that are no tensors
-    for node in nodes:
-        kernel = getattr(node, "node", None)
-        if not isinstance(kernel, ir.FallbackKernel) or kernel.op_overload is not _SUBMIT:
-            continue
-        communicator, final = kernel.constant_args[0], kernel.constant_args[-1]
-        open_groups.setdefault(communicator, []).append(node)
-        if final:
-            groups.append(open_groups.pop(communicator))
-    return groups
+class _Nodes:
+    """The scheduler's nodes in the order of their creation."""
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        self.nodes = sorted(nodes, key=_created)
+
+    def order(self, earlier: Any, later: Any) -> None:
+        if _created(earlier) < _created(later) and earlier.get_name() not in later.ancestors:
+            later.add_fake_dep(weak_dependency(buffers_of(earlier)[0], buffers_of(later)[0]))
+
+    def between(self, first: Any, last: Any) -> list[Any]:
+        return [node for node in self.nodes if _created(first) < _created(node) < _created(last)]
+
+
+def _created(node: Any) -> int:
+    return min(int(name.removeprefix("op")) for name in node.get_operation_names())
+
+
+class _Group:
+    def __init__(self, submits: list[Any]) -> None:
+        self.submits = submits
+        self.wait: Any = None
+
+
+def _groups(exchanges: Sequence[Any]) -> list[_Group]:
+    """The groups in the order of their first submission; those whose wait_ is not in the graph are left out."""
+    groups: list[_Group] = []
+    open_groups: dict[str, _Group] = {}
+    for node in exchanges:
+        constants = node.node.constant_args
+        if op_of(node) in _SUBMIT:
+            group = open_groups.get(constants[0])
+            if group is None:
+                group = open_groups[constants[0]] = _Group([])
+                groups.append(group)
+            group.submits.append(node)
+            if constants[_FINAL]:
+                del open_groups[constants[0]]
+        elif op_of(node) in _WAIT:
+            for group in groups:
+                if group.wait is None and group.submits[0].get_name() in node.ancestors:
+                    group.wait = node
+    return [group for group in groups if group.wait is not None]
+
+
+def _first_submission_first(graph: _Nodes, group: _Group) -> None:
+    """See NOTE [First submission]."""
+    first, later = group.submits[0], group.submits[1:]
+    needed_later = set[str]().union(*(submit.ancestors for submit in later))
+    for node in graph.nodes:
+        name = node.get_name()
+        if name in needed_later and name not in first.ancestors and first.get_name() not in node.ancestors:
+            graph.order(first, node)
+
+
+def _keep_between(graph: _Nodes, group: _Group) -> None:
+    """Kernels that are never fused stay where they run while the group's data travels."""
+    last = group.submits[-1]
+    for node in graph.between(last, group.wait):
+        ours = op_of(node) in (*_SUBMIT, *_WAIT) or made_by(node) is not None
+        if node.is_extern() and not ours and node.get_name() not in last.ancestors:
+            graph.order(last, node)
+            graph.order(node, group.wait)
+
+
+def _lend(graph: _Nodes, groups: Sequence[_Group], report: Report | None) -> None:
+    """See NOTE [Lending]."""
+    uses = _Uses(graph.nodes)
+    lent: list[tuple[str, str]] = []
+    for index, group in enumerate(groups):
+        for submit in group.submits:
+            target = _target(submit)
+            again = [
+                later.submits[0]
+                for later in groups[index + 1 :]
+                if any(_target(other) == target for other in later.submits)
+            ]
+            readers = uses.of(submit, group.wait)
+            if readers is None or (again and any(_created(reader) >= _created(again[0]) for reader in readers)):
+                continue
+            if again:
+                for reader in readers:
+                    graph.order(reader, again[0])
+            submit.node.constant_args = (*submit.node.constant_args[:_LEND], True)
+            V.graph.never_reuse_buffers.update(uses.names(submit))
+            lent.append((submit.node.constant_args[0], submit.node.constant_args[_TAG]))
+            if report is not None and index < len(report.groups):
+                report.groups[index].lent.append(submit.node.constant_args[_TAG])
+    logger.info("lent: %s", ", ".join(tag for _, tag in lent) or "nothing")
+
+
+def _target(submit: Any) -> tuple[Any, ...]:
+    """What two submissions share if they use the same target."""
+    constants = submit.node.constant_args
+    return constants[0], constants[_DIRECTION], constants[_TAG], submit.node.inputs[0].get_dtype()
+
+
+class _Uses:
+    """Who reads or writes the memory of a buffer, and which buffers leave the graph."""
+
+    def __init__(self, nodes: Iterable[Any]) -> None:
+        self.real = V.graph.scheduler.mutation_real_name
+        self.outputs = {self.real.get(name, name) for name in V.graph.get_output_names()}
+        self.nodes_of: dict[str, list[Any]] = {}
+        self.aliased: set[str] = set()
+        self.made: dict[str, list[Any]] = {}
+        for node in nodes:
+            for name in {self.real.get(read.name, read.name) for read in node.read_writes.reads}:
+                self.nodes_of.setdefault(name, []).append(node)
+            parent = made_by(node)
+            if parent is not None:
+                self.made.setdefault(parent, []).append(node)
+            if op_of(node) not in _WAIT and parent is None:
+                for output in node.get_outputs():
+                    self.aliased.update(self.real.get(name, name) for name in output.get_aliases())
+
+    def names(self, submit: Any) -> set[str]:
+        """The buffers that are the submission's result."""
+        own = buffers_of(submit)
+        return {*own, *(name for buffer in own for made in self.made.get(buffer, ()) for name in buffers_of(made))}
+
+    def of(self, submit: Any, wait: Any) -> list[Any] | None:
+        """The nodes that use the result, other than its own wait_; None where others may without being seen."""
+        names = self.names(submit)
+        if names & self.outputs or names & self.aliased:
+            return None
+        parts = {id(made) for name in names for made in self.made.get(name, ())}
+        found = {id(node): node for name in names for node in self.nodes_of.get(name, ())}
+        return [node for key, node in found.items() if key not in parts and node is not wait]

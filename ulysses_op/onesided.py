@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,22 +15,39 @@ from .exchange_group import ExchangeGroup, Submission
 from .layout import Exchange
 from .loans import LoanKey, Loans
 from .mapping import Mapping, PeerBuffer, cuda_context
+from .memory_pools import outside_memory_pools
 from .rendezvous import Channel
 from .targets import TargetCache, TargetKey
-from .torch_compat import current_stream_handle
+from .torch_compat import current_stream_handle, tensor_at
 
 _test_skip: frozenset[str] = frozenset()
 """Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
+
+POISON_VARIABLE = "ULYSSES_OP_POISON_TARGETS"
+"""Set in the environment: targets are filled with NaN (all bits) before peers may write them, so that what they do not
+write shows."""
+
+_ALL_CAPTURES = -1
 
 _undrained: list[OneSidedEngine] = []
 """Closed while commands of theirs were still stuck behind the caller's streams: their memory must stay mapped."""
 
 
 class OneSidedEngine:
-    """Moves submissions into the peers' targets. READY and DONE are signalled once a group, whatever it holds."""
+    """Moves submissions into the peers' targets. READY and DONE are signalled once a group, whatever it holds.
+
+    pipelined: for the asynchronous ops. Groups may begin before earlier ones are waited for, and whoever has a target
+    lent watches over the loan. No result of such a group outlives its CUDA graph, so all graphs share targets.
+    """
 
     def __init__(
-        self, backend: str, channel: Channel, device: torch.device, mapping: Mapping, max_targets: int
+        self,
+        backend: str,
+        channel: Channel,
+        device: torch.device,
+        mapping: Mapping,
+        max_targets: int,
+        pipelined: bool = False,
     ) -> None:
         """Collective: maps the signal pads. Raises TargetError on every rank when it fails on one."""
         self.backend = backend
@@ -45,8 +64,11 @@ class OneSidedEngine:
         self._capture_id = 0
         # Streams on which results of a tag may be read: its target is not written again before they get there.
         self._readers: dict[LoanKey, dict[int, torch.cuda.Stream]] = {}
-        self._submit_streams: set[int] = set()
+        self._pipelined = pipelined
+        self._unwaited: list[ExchangeGroup] = []  # finished, neither delivered nor abandoned
+        self._last_number = 0
         self._unfinished = False
+        self._poison = bool(os.environ.get(POISON_VARIABLE))
 
     def start(self, board: _C.Board, timeout_s: float) -> None:
         """Local: streams and threads."""
@@ -63,20 +85,28 @@ class OneSidedEngine:
 
     def prepare(self, group: ExchangeGroup, submission: Submission) -> None:
         """What may still fail, or involve the host of every rank, before anything of this submission moves."""
-        if self._cuda and not group.submissions:
-            self._capture_id = self._transport.capture_id(current_stream_handle(self._device))
+        if not group.submissions:
+            if self._cuda:
+                self._capture_id = self._transport.capture_id(current_stream_handle(self._device))
+            group.captured = self._capture_id != 0
+            group.state = _GroupInTransit()
         exchange, x = submission.exchange, submission.x
-        key = TargetKey(submission.tag, exchange.direction, x.dtype)
+        key = _key(submission)
         nbytes = exchange.max_output_numel * x.element_size()
         if self._capture_id:
-            target, taken = self._targets.pinned(self._capture_id, key, nbytes)
+            scope = _ALL_CAPTURES if self._pipelined else self._capture_id
+            target, taken = self._targets.pinned(scope, key, nbytes)
             if taken:
                 self._end([(0, key.tag)], "its target now belongs to a CUDA graph")
         else:
-            in_use = [TargetKey(s.tag, s.exchange.direction, s.x.dtype) for s in group.submissions]
-            if not self._targets.holds(key, nbytes):
+            in_use = [_key(s) for other in (group, *self._unwaited) for s in other.submissions]
+            if self._targets.holds(key, nbytes):
+                target = self._targets.get(key, nbytes, in_use, self._quiesce)
+            else:
                 self._compare(group, submission)
-            target = self._targets.get(key, nbytes, in_use, self._quiesce)
+                target = outside_memory_pools(
+                    self._device, lambda: self._targets.get(key, nbytes, in_use, self._quiesce)
+                )
         source = x.detach().resolve_conj().resolve_neg()
         if not _C.rows_dense(source.shape, source.stride()):
             source = source.contiguous()
@@ -84,30 +114,39 @@ class OneSidedEngine:
 
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
         state: _InTransit = submission.state
+        first = not group.submissions
+        if first:
+            self._unfinished = True
+            if self._poison:
+                self._poison_targets()
         if not self._cuda:
-            state.result = torch.empty(submission.exchange.output_shape(self.rank), dtype=state.source.dtype)
-            if not group.submissions:
-                self._unfinished = True
+            if first:
                 self._transport.begin(group.ready_digest(submission))
+            state.result = self._result(submission)
             self._transport.put(state.plan, state.source.data_ptr(), state.target.addresses)
             return
         stream = current_stream_handle(self._device)
-        capturing = self._capture_id != 0
-        if not group.submissions:
-            self._unfinished = True
-            self._submit_streams.clear()
-            self._transport.begin(group.ready_digest(submission), stream, self._end_loans(group, stream), capturing)
-        self._submit_streams.add(stream)
-        shape = submission.exchange.output_shape(self.rank)
-        if submission.owned or not self._loans.possible:
-            state.result = torch.empty(shape, dtype=state.source.dtype, device=self._device)
-        else:
-            key = (self._capture_id, submission.tag)
-            state.result = self._loans.lend(key, state.target, self.rank, shape, state.source.dtype)
-            state.lent = True
-        self._transport.put(
-            state.plan, state.source.data_ptr(), state.target.addresses, state.result.data_ptr(), stream, capturing
-        )
+        if first:
+            readers = self._end_loans(group, stream)
+            self._transport.begin(group.ready_digest(submission), stream, readers, group.captured)
+        group.state.streams.add(stream)
+        state.result = self._result(submission)
+        source, result = state.source.data_ptr(), state.result.data_ptr()
+        self._transport.put(state.plan, source, state.target.addresses, result, stream, group.captured)
+
+    def _result(self, submission: Submission) -> torch.Tensor:
+        """Where the result will be: in memory of its own, or in the target."""
+        state: _InTransit = submission.state
+        shape, dtype = submission.exchange.output_shape(self.rank), state.source.dtype
+        state.lent = not submission.owned and (self._pipelined or self._loans.possible)
+        if not state.lent:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        if not self._pipelined:
+            return self._loans.lend((self._capture_id, submission.tag), state.target, self.rank, shape, dtype)
+        if self._cuda:
+            return tensor_at(state.target.addresses[self.rank], state.target.nbytes, shape, dtype, self._device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        return state.target.base[:nbytes].view(dtype).view(shape)
 
     def result_of(self, submission: Submission) -> torch.Tensor:
         result: torch.Tensor = submission.state.result
@@ -115,20 +154,27 @@ class OneSidedEngine:
 
     def finish(self, group: ExchangeGroup) -> None:
         self._unfinished = False
-        if self._cuda:
-            self._transport.end(group.done_digest(), self._capture_id != 0)
-        else:
-            self._transport.end(group.done_digest())
+        digest = group.done_digest()
+        number = self._transport.end(digest, group.captured) if self._cuda else self._transport.end(digest)
+        group.state.number = self._last_number = number
+        self._unwaited.append(group)
 
     def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
-        return self._deliver_cuda(group) if self._cuda else self._deliver_cpu(group)
+        results = self._deliver_cuda(group) if self._cuda else self._deliver_cpu(group)
+        self._unwaited.remove(group)
+        return results
 
     def abandon(self, group: ExchangeGroup) -> None:
         """Results of a finished group that nobody waits for: its inputs may be freed when this returns."""
+        self._await(group)
+        self._unwaited.remove(group)
+
+    def _await(self, group: ExchangeGroup) -> None:
+        """On CUDA the current stream waits, else the host."""
         if self._cuda:
-            self._transport.wait(torch.cuda.current_stream(self._device).cuda_stream, self._capture_id != 0)
+            self._transport.wait(current_stream_handle(self._device), group.state.number, group.captured)
         else:
-            self._transport.wait()
+            self._transport.wait(group.state.number)
 
     def check(self, group: ExchangeGroup | None) -> None:
         """Raise if the exchange has failed, here or on a peer that told this rank."""
@@ -195,14 +241,14 @@ class OneSidedEngine:
         return {stream for key in keys for stream in self._readers.pop(key, ())}
 
     def _deliver_cuda(self, group: ExchangeGroup) -> list[torch.Tensor]:
+        self._await(group)
         stream = torch.cuda.current_stream(self._device)
-        self._transport.wait(stream.cuda_stream, self._capture_id != 0)
         differentiable = any(submission.differentiable for submission in group.submissions)
         results = []
         for submission in group.submissions:
             state: _InTransit = submission.state
             self._readers.setdefault((self._capture_id, submission.tag), {})[stream.cuda_stream] = stream
-            if self._submit_streams != {stream.cuda_stream}:
+            if group.state.streams != {stream.cuda_stream}:
                 # The caller's stream orders the reuse of the inputs' memory only where it is the one that waits.
                 state.source.record_stream(self._copy_stream)
                 state.source.record_stream(self._own_stream)
@@ -223,10 +269,11 @@ class OneSidedEngine:
             exchange, source, result = submission.exchange, submission.state.source, submission.state.result
             result[exchange.own_dest(self.rank)].copy_(source[exchange.own_source(self.rank)])
             results.append(result)
-        self._transport.wait()
+        self._await(group)
         self.check(group)
         for submission, result in zip(group.submissions, results, strict=True):
-            self._copy_out(submission, result)
+            if not submission.state.lent:
+                self._copy_out(submission, result)
         self.check(group)  # a peer that gave up meanwhile may have gone on writing
         return results
 
@@ -243,7 +290,30 @@ class OneSidedEngine:
         if self._cuda:
             torch.cuda.synchronize(self._device)
         else:
-            self._transport.wait()
+            self._transport.wait(self._last_number)
+
+    def _poison_targets(self) -> None:
+        """Fill the targets that the group about to begin may open. Peers write none of them: whatever they have
+        submitted is complete, except for groups under way, whose targets are left alone."""
+        in_use = {_key(submission) for group in self._unwaited for submission in group.submissions}
+        for key, target in self._targets.all():
+            if key not in in_use:
+                target.base.fill_(0xFF)
+
+
+class _GroupInTransit:
+    """A group from its first submission on: the streams that its inputs came on, and its number once finished."""
+
+    __slots__ = ("number", "streams")
+
+    number: int
+
+    def __init__(self) -> None:
+        self.streams: set[int] = set()
+
+
+def _key(submission: Submission) -> TargetKey:
+    return TargetKey(submission.tag, submission.exchange.direction, submission.x.dtype)
 
 
 class _InTransit:

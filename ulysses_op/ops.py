@@ -5,6 +5,12 @@ communicator at run time. ``rank`` is -1 where nothing depends on it (equal head
 compile the same graph. ``heads`` is start and stop of each rank's heads, flattened, or empty for the equal split;
 ``seq_lens`` each rank's length, or empty where all are equal.
 
+``scatter_heads`` and ``gather_heads`` are functional. ``submit`` starts either of them and ``wait_`` completes a group:
+what was submitted up to the submission that is final. Its tags tell wait_ which one. The tensors that submit returned
+hold the results from wait_ on, and those submitted must not be written before it.
+
+The overload ``uncaptured`` of each does the same, and tells Inductor to leave it out of CUDA graphs.
+
 NOTE [Replicated heads]: the backward of a scatter whose ranges overlap is a gather with ``replicas``, where the
 copies of all ranks arrive side by side, followed by a sum in rank order. The backward of that gather scatters the
 copies, which then partition their heads.
@@ -20,22 +26,26 @@ import torch
 import torch.distributed as dist
 
 from . import registry
+from .asynchronous import beside
 from .communicator import Communicator
 from .gradients import sum_replicas
 from .layout import HeadRanges, slot_ranges
 from .process_groups import resolve_group
 
 _ARGUMENTS = "Tensor x, str communicator, int world_size, int rank, int[] heads, SymInt[] seq_lens"
+_SCHEMAS = {
+    "scatter_heads": f"({_ARGUMENTS}) -> Tensor",
+    "gather_heads": f"({_ARGUMENTS}, bool replicas) -> Tensor",
+    "submit": f"({_ARGUMENTS}, bool replicas, str direction, str tag, bool final, bool lend) -> Tensor",
+    "wait_": "(Tensor(a!)[] targets, Tensor[] sources, str communicator, str[] tags) -> ()",
+}
+_OVERLOADS = {"": (), ".uncaptured": (torch.Tag.cudagraph_unsafe,)}
 
 _library = torch.library.Library("ulysses_op", "DEF")
-_library.define(f"scatter_heads({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
-_library.define(f"gather_heads({_ARGUMENTS}, bool replicas) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
-_library.define(
-    f"submit({_ARGUMENTS}, str direction, str tag, bool final) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
-)
-_library.define(
-    "wait_(Tensor(a!)[] targets, Tensor[] sources, str communicator) -> ()", tags=(torch.Tag.flexible_layout,)
-)
+for _name, _schema in _SCHEMAS.items():
+    _layout = torch.Tag.flexible_layout if _name == "wait_" else torch.Tag.needs_fixed_stride_order
+    for _overload, _tags in _OVERLOADS.items():
+        _library.define(f"{_name}{_overload}{_schema}", tags=(_layout, *_tags))
 
 
 # Kernels.
@@ -44,26 +54,29 @@ _library.define(
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.device], Communicator]]
 _of_group = weakref.WeakKeyDictionary()
 
-ASYNCHRONOUS = "&async"
-"""Marks the communicator beside another one that carries submit and wait_: groups do not nest in one communicator, and
-functional exchanges may be scheduled between a submit and its wait_."""
-
 
 def communicator_of(name: str, device: torch.device) -> Communicator:
     """The communicator with that name; or, for a process group's name, the one kept for it and ``device``.
 
     Raises RuntimeError for a communicator that is gone, ValueError for a name that is not known.
     """
-    base = name.removesuffix(ASYNCHRONOUS)
-    if "#" in base:
-        found = registry.find(base)
+    if "#" in name:
+        found = registry.find(name)
         if found is None:
-            raise RuntimeError(f"the communicator {base!r} is gone: keep a reference to it as long as it is used")
-        return found if base == name else found._beside()
-    of_name = _of_group.setdefault(resolve_group(base), {})
+            raise RuntimeError(f"the communicator {name!r} is gone: keep a reference to it as long as it is used")
+        return found
+    of_name = _of_group.setdefault(resolve_group(name), {})
     if (name, device) not in of_name:
-        of_name[name, device] = Communicator(base)
+        of_name[name, device] = Communicator(name)
     return of_name[name, device]
+
+
+def known_backends() -> list[tuple[str, str]]:
+    """The communicators that ops may name and that have decided on a backend, each with it."""
+    kept = [(name, made) for of_name in _of_group.values() for (name, _), made in of_name.items()]
+    named = [*kept, *registry.living()]
+    decided = {name: made for name, made in named if made.known_backend is not None}
+    return sorted((name, str(made.known_backend)) for name, made in decided.items())
 
 
 def _run(
@@ -113,34 +126,29 @@ def _submit_kernel(
     rank: int,
     heads: Sequence[int],
     seq_lens: Sequence[int],
+    replicas: bool,
     direction: Any,
     tag: str,
     final: bool,
+    lend: bool,
 ) -> torch.Tensor:
-    found = communicator_of(communicator + ASYNCHRONOUS, x.device)
+    found = communicator_of(communicator, x.device)
     _check_world_size(found, communicator, world_size)
-    return found._submit_async(x, tag, direction, _pairs(heads) or None, tuple(seq_lens) or None, final)
+    plan, lens = _pairs(heads) or None, tuple(seq_lens) or None
+    return beside(found).submit(x, direction, plan, lens, replicas, tag, final, lend)
 
 
-def _wait_kernel(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], communicator: str) -> None:
-    results = communicator_of(communicator + ASYNCHRONOUS, targets[0].device)._wait_async()
-    if len(results) != len(targets):
-        raise RuntimeError(f"wait_ was given {len(targets)} targets for a group of {len(results)}")
-    for target, result in zip(targets, results, strict=True):
-        if target.data_ptr() != result.data_ptr():  # a compiler has copied it
-            target.copy_(result)
-
-
-_library.impl("submit", _submit_kernel, "CompositeExplicitAutograd")
-_library.impl("wait_", _wait_kernel, "CompositeExplicitAutograd")
-_library.impl("scatter_heads", _scatter_kernel, "CompositeExplicitAutograd")
-_library.impl("gather_heads", _gather_kernel, "CompositeExplicitAutograd")
+def _wait_kernel(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], communicator: str, tags: Sequence[str]
+) -> None:
+    if len(targets) != len(tags):
+        raise RuntimeError(f"wait_ was given {len(targets)} targets for the {len(tags)} tags {', '.join(tags)}")
+    beside(communicator_of(communicator, targets[0].device)).wait(targets, tags)
 
 
 # Fakes: shapes and strides from the arguments alone.
 
 
-@torch.library.register_fake("ulysses_op::scatter_heads", lib=_library)
 def _scatter_fake(
     x: torch.Tensor, communicator: str, world_size: int, rank: int, heads: Sequence[int], seq_lens: Sequence[int]
 ) -> torch.Tensor:
@@ -166,7 +174,6 @@ def _scatter_fake(
     return x.new_empty((batch, seq_global, local, head_dim))
 
 
-@torch.library.register_fake("ulysses_op::gather_heads", lib=_library)
 def _gather_fake(
     x: torch.Tensor,
     communicator: str,
@@ -197,7 +204,6 @@ def _gather_fake(
     return x.new_empty((batch, seq_local, num_heads, head_dim))
 
 
-@torch.library.register_fake("ulysses_op::submit", lib=_library)
 def _submit_fake(
     x: torch.Tensor,
     communicator: str,
@@ -205,18 +211,32 @@ def _submit_fake(
     rank: int,
     heads: Sequence[int],
     seq_lens: Sequence[int],
+    replicas: bool,
     direction: str,
     tag: str,
     final: bool,
+    lend: bool,
 ) -> torch.Tensor:
     if direction == "scatter_heads":
         return _scatter_fake(x, communicator, world_size, rank, heads, seq_lens)
-    return _gather_fake(x, communicator, world_size, rank, heads, seq_lens, False)
+    return _gather_fake(x, communicator, world_size, rank, heads, seq_lens, replicas)
 
 
-@torch.library.register_fake("ulysses_op::wait_", lib=_library)
-def _wait_fake(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], communicator: str) -> None:
+def _wait_fake(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], communicator: str, tags: Sequence[str]
+) -> None:
     return None
+
+
+for _name, _kernel, _fake in (
+    ("scatter_heads", _scatter_kernel, _scatter_fake),
+    ("gather_heads", _gather_kernel, _gather_fake),
+    ("submit", _submit_kernel, _submit_fake),
+    ("wait_", _wait_kernel, _wait_fake),
+):
+    for _overload in _OVERLOADS:
+        _library.impl(f"{_name}{_overload}", _kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ulysses_op::{_name}{_overload}", _fake, lib=_library)
 
 
 # Gradients: each op is the other's backward.
@@ -231,14 +251,16 @@ def _scatter_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     communicator, world_size, rank, heads, seq_lens = ctx.arguments
     ranges = _pairs(heads)
     replicated = bool(heads) and sum(heads[1::2]) - sum(heads[::2]) > max(heads)
-    parts = torch.ops.ulysses_op.gather_heads(gradient, communicator, world_size, rank, heads, seq_lens, replicated)
+    parts = torch.ops.ulysses_op.gather_heads.default(
+        gradient, communicator, world_size, rank, heads, seq_lens, replicated
+    )
     return (sum_replicas(parts, ranges) if replicated else parts), None, None, None, None, None
 
 
 def _gather_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     communicator, world_size, rank, heads, seq_lens = ctx.arguments
     slots = _flat(slot_ranges(_pairs(heads))) if heads else []  # the plan itself where it partitions the heads
-    whole = torch.ops.ulysses_op.scatter_heads(gradient, communicator, world_size, rank, slots, seq_lens)
+    whole = torch.ops.ulysses_op.scatter_heads.default(gradient, communicator, world_size, rank, slots, seq_lens)
     return whole, None, None, None, None, None, None
 
 

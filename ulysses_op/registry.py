@@ -27,3 +27,7 @@ def register(communicator: Communicator, group: dist.ProcessGroup) -> str:
 def find(name: str) -> Communicator | None:
     """The communicator of that name, or None if it is gone."""
     return _communicators.get(name)
+
+
+def living() -> list[tuple[str, Communicator]]:
+    return list(_communicators.items())

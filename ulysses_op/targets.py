@@ -32,7 +32,7 @@ class TargetCache:
         self._mapping = mapping
         self._max_targets = max_targets
         self._targets: OrderedDict[TargetKey, PeerBuffer] = OrderedDict()
-        self._pinned: dict[tuple[int, TargetKey], PeerBuffer] = {}
+        self._pinned: dict[tuple[int, TargetKey], list[PeerBuffer]] = {}
 
     def holds(self, key: TargetKey, nbytes: int) -> bool:
         """Whether :meth:`get` finds what it is asked for, and so involves no other rank."""
@@ -65,21 +65,27 @@ class TargetCache:
         self._targets[key] = fresh
         return fresh
 
-    def pinned(self, capture_id: int, key: TargetKey, nbytes: int) -> tuple[PeerBuffer, bool]:
-        """The target of ``key`` in one CUDA graph capture, and whether it was taken out of the cache for it just now.
+    def pinned(self, scope: int, key: TargetKey, nbytes: int) -> tuple[PeerBuffer, bool]:
+        """The target of ``key`` for the CUDA graphs of ``scope``, and whether it was taken out of the cache for them
+        just now.
 
         Raises RuntimeError if none is there to take: nothing can be allocated inside a capture.
         """
-        target = self._pinned.get((capture_id, key))
-        taken = target is None and self.holds(key, nbytes)
-        if taken:
-            target = self._pinned[(capture_id, key)] = self._targets.pop(key)
-        if target is None or target.nbytes < nbytes:
+        pinned = self._pinned.setdefault((scope, key), [])
+        for target in pinned:
+            if target.nbytes >= nbytes:
+                return target, False
+        if not self.holds(key, nbytes):
             raise RuntimeError(
                 f"no target of {nbytes} bytes for tag {key.tag!r} ({key.direction}, {key.dtype}) is there to be "
                 "captured: run the same group with these shapes once, outside of the capture and before each capture"
             )
-        return target, taken
+        pinned.append(self._targets.pop(key))
+        return pinned[-1], True
+
+    def all(self) -> list[tuple[TargetKey, PeerBuffer]]:
+        """Every target there is, pinned ones too."""
+        return [*self._targets.items(), *((key, target) for (_, key), many in self._pinned.items() for target in many)]
 
     def clear(self) -> None:
         self._targets.clear()

@@ -1,0 +1,97 @@
+"""The groups behind the ops submit and wait_: several may be under way at once, and results may be lent to a compiler.
+
+They run on a communicator beside the one they are asked of: functional exchanges may be scheduled between a submission
+and its wait, and the groups of one communicator do not nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .communicator import Communicator
+from .exchange_group import ExchangeGroup
+from .layout import Direction, HeadRanges
+
+complete_at_submit = False
+"""Makes each submission a group of its own that is complete when submit returns: for tools that look at a submission's
+result at once, such as opcheck. On all ranks alike."""
+
+
+class AsyncExchange:
+    """Submissions and waits in the order in which a compiled graph runs them."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._open: ExchangeGroup | None = None
+
+    def submit(
+        self,
+        x: torch.Tensor,
+        direction: Direction,
+        heads: HeadRanges | None,
+        seq_lens: tuple[int, ...] | None,
+        replicas: bool,
+        tag: str,
+        final: bool,
+        lend: bool,
+    ) -> torch.Tensor:
+        """One more submission of the open group, or the first of a new one; where its result will be.
+
+        lend: the result may be the target itself; the caller sees to it that it is used for the last time before the
+        next submission with that tag and direction.
+        """
+        communicator, x = self.communicator, x.detach()
+        exchange = communicator._exchange_of(x, direction, heads, seq_lens, replicas)
+        if complete_at_submit:
+            return communicator._exchange([(tag, x, exchange)])[0]
+        if self._open is None:
+            self._open = ExchangeGroup(communicator, ())
+        elif any(submission.tag == tag for submission in self._open.submissions):
+            group, self._open = self._open, None
+            error = RuntimeError(
+                f"tag {tag!r} is submitted while the group of {group.describe()} is still open: the code that began it "
+                "was left before its final submission, perhaps by an exception"
+            )
+            communicator._break(error)
+            raise error
+        group = self._open
+        try:
+            communicator._submit_exchange(group, x, tag, exchange, final, not lend)
+        except BaseException:
+            self._open = None
+            raise
+        if group.final:
+            self._open = None
+        return communicator._built().result_of(group.submissions[-1])
+
+    def wait(self, targets: Sequence[torch.Tensor], tags: Sequence[str]) -> None:
+        """Complete the group of ``tags``; its results are in ``targets`` for work that is enqueued from here on.
+
+        Raises RuntimeError if no such group is under way.
+        """
+        if complete_at_submit:
+            return
+        group = self.communicator._group_of(tags)
+        if group is self._open:
+            self._open = None
+        for target, result in zip(targets, self.communicator._wait(group, ()), strict=True):
+            if target.data_ptr() != result.data_ptr():  # a compiler has copied it
+                target.copy_(result)
+
+
+def beside(communicator: Communicator) -> AsyncExchange:
+    """The asynchronous exchanges of the communicator's ranks, with its settings; they end with it."""
+    if communicator._companion is None:
+        companion = Communicator(
+            communicator._group(),
+            backend=communicator._requested,
+            max_targets=communicator._max_targets,
+            timeout_s=communicator._timeout_s,
+        )
+        companion._pipelined = True
+        communicator._companion = companion
+        communicator._async_exchange = AsyncExchange(companion)
+    exchange: AsyncExchange = communicator._async_exchange
+    return exchange

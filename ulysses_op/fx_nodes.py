@@ -1,0 +1,87 @@
+"""What the graph pass asks of nodes: what they depend on, whether they copy, compute or write."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+_MATRIX_PRODUCTS = (
+    *("mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "convolution", "convolution_backward"),
+    *("_int_mm", "_scaled_mm", "_scaled_grouped_mm", "_grouped_mm", "_weight_int8pack_mm", "linear", "matmul"),
+)
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """All nodes that the values of ``nodes`` come from, without these."""
+    return _closure(nodes, lambda node: node.all_input_nodes)
+
+
+def descendants(nodes: Iterable[Node]) -> set[Node]:
+    """All nodes whose values come from those of ``nodes``, without these."""
+    return _closure(nodes, lambda node: node.users)
+
+
+def _closure(nodes: Iterable[Node], neighbours: object) -> set[Node]:
+    found: set[Node] = set()
+    stack = [other for node in nodes for other in neighbours(node)]  # type: ignore[operator]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(neighbours(node))  # type: ignore[operator]
+    return found
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node costs nothing: an input, a view, one of several results."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
+
+
+def is_heavy(node: Node) -> bool:
+    """Whether the node is a kernel of its own that no other is fused with: a matrix product, an attention, or an op
+    that is not PyTorch's.
+    """
+    target = node.target
+    if node.op != "call_function" or target is operator.getitem:
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return isinstance(target, torch._ops.HigherOrderOperator)
+    name = target._opname
+    return target.namespace not in ("aten", "prims") or name in _MATRIX_PRODUCTS or name.startswith(_ATTENTION)
+
+
+def write_inside(graph: Graph) -> Node | None:
+    """A node that writes to memory other nodes read, and is not part of the graph's final copies to its inputs."""
+    tail = True
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if not writes(node):
+            tail = False
+        elif not (tail and node.target is torch.ops.aten.copy_.default):
+            return node
+    return None
+
+
+def writes(node: Node) -> bool:
+    """Whether the node writes to memory in place."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name() == "triton_kernel_wrapper_mutation"
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def keeps_its_turn(node: Node) -> bool:
+    """Whether the node's order among others of this kind means something that the graph does not say: it has an effect,
+    or draws random numbers.
+    """
+    if node.op != "call_function":
+        return False
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return node.is_impure() or torch.Tag.nondeterministic_seeded in tags
