@@ -78,7 +78,7 @@ class CudaTransport {
 
  private:
   struct Ends {
-    CUevent done;       // behind the group's DONE on the copy stream
+    CUevent done;        // behind the group's DONE on the copy stream
     CUevent own_slices;  // behind its last own slice
   };
   struct InFlight {

@@ -33,9 +33,9 @@ def names(graph: Graph) -> list[str]:
     for node in graph.nodes:
         if node.target is torch.ops.ulysses_op.submit.default:
             source = node.args[0].name.replace("_default", "").replace("_int", "").replace("_tensor", "")
-            found.append(f"submit {node.args[8]} of {source}{' final' if node.args[9] else ''}")
+            found.append(f"submit {node.args[8]} of {source}{' final' if node.args[8] == node.args[9][-1] else ''}")
         elif node.target is torch.ops.ulysses_op.wait_.default:
-            found.append(f"wait_ {' '.join(node.args[3])}")
+            found.append(" ".join(("wait_", *node.kwargs["tags"])))
         elif node.op == "call_function":
             found.append(node.target.__name__.split(".")[0])
     return found

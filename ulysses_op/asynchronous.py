@@ -34,10 +34,10 @@ class AsyncExchange:
         seq_lens: tuple[int, ...] | None,
         replicas: bool,
         tag: str,
-        final: bool,
+        tags: Sequence[str],
         lend: bool,
     ) -> torch.Tensor:
-        """One more submission of the open group, or the first of a new one; where its result will be.
+        """Submit ``x`` as ``tag`` of the group of ``tags``, which begins with the first; where its result will be.
 
         lend: the result may be the target itself; the caller sees to it that it is used for the last time before the
         next submission with that tag and direction.
@@ -46,19 +46,19 @@ class AsyncExchange:
         exchange = communicator._exchange_of(x, direction, heads, seq_lens, replicas)
         if complete_at_submit:
             return communicator._exchange([(tag, x, exchange)])[0]
-        if self._open is None:
-            self._open = ExchangeGroup(communicator, ())
-        elif any(submission.tag == tag for submission in self._open.submissions):
-            group, self._open = self._open, None
+        group = self._open
+        if group is None:
+            group = self._open = ExchangeGroup(communicator, tags)
+        elif group.tags != tuple(tags) or tag in group.submitted_tags():
+            self._open = None
             error = RuntimeError(
                 f"tag {tag!r} is submitted while the group of {group.describe()} is still open: the code that began it "
-                "was left before its final submission, perhaps by an exception"
+                "was left before its last submission, perhaps by an exception"
             )
             communicator._break(error)
             raise error
-        group = self._open
         try:
-            communicator._submit_exchange(group, x, tag, exchange, final, not lend)
+            communicator._submit_exchange(group, x, tag, exchange, False, not lend)
         except BaseException:
             self._open = None
             raise

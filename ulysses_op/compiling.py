@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -19,18 +18,18 @@ _UUID = get_hash_for_files((__file__, *(str(module.__file__) for module in _MODU
 CUDA_GRAPHS = ("auto", "through", "around")
 
 
-class GroupExchanges(CustomGraphPass):
-    """Inductor's post-grad pass; runs a pass that was installed already first. ``reports`` tells what it did, a
+class GroupExchanges(inductor_compat.InferenceAwarePass):  # type: ignore[misc, valid-type]
+    """Inductor's post-grad pass; runs the passes that were installed already first. ``reports`` tells what it did, a
     report for each graph that was compiled (and not served from a cache)."""
 
-    def __init__(self, inner: Callable[[torch.fx.Graph], None] | None = None, cuda_graphs: str = "auto") -> None:
-        self.inner = inner
+    def __init__(self, inner: Any = None, cuda_graphs: str = "auto") -> None:
+        self.inner = inductor_compat.passes_of(inner)
         self.cuda_graphs = cuda_graphs
         self.reports: list[grouping.Report] = []
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        if self.inner is not None:
-            self.inner(graph)
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
+        for inner in self.inner:
+            inductor_compat.run_pass(inner, graph, is_inference)
         self.reports.append(grouping.group_exchanges(graph, self._uncaptured))
 
     def _uncaptured(self, communicator: str) -> bool:
@@ -39,12 +38,12 @@ class GroupExchanges(CustomGraphPass):
         return dict(ops.known_backends()).get(communicator) == "c10d"
 
     def uuid(self) -> Any:
-        # What the pass finds decided about the communicators shapes its result.
-        backends = ops.known_backends() if self.cuda_graphs == "auto" else self.cuda_graphs
-        if self.inner is None:
-            return _UUID, backends
-        inner = self.inner.uuid() if isinstance(self.inner, CustomGraphPass) else None
-        return None if inner is None else (_UUID, backends, inner)
+        # Which communicators the pass finds on c10d shapes its result.
+        around: Any = self.cuda_graphs
+        if around == "auto":
+            around = [name for name, backend in ops.known_backends() if backend == "c10d"]
+        inner = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.inner]
+        return None if None in inner else (_UUID, around, *inner)
 
 
 class KeepOrder(CustomSchedulerPass):  # type: ignore[misc, valid-type]

@@ -15,6 +15,7 @@ owned here; inductor_order.py lends where it can.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -127,13 +128,10 @@ def _scatter_groups(graph: Graph) -> list[list[Node]]:
 def _gather_groups(exchanges: Sequence[Node]) -> list[list[Node]]:
     """Gathers of results of one node. Where they are worked on apart, the last of them is a group of its own."""
     siblings: dict[Any, list[Node]] = {}
-    order: dict[Node, int] = {}
-    for node in exchanges[0].graph.nodes:
-        order[node] = len(order)
+    position = {node: index for index, node in enumerate(exchanges[0].graph.nodes)}
     for node in exchanges:
         if node.target is _GATHER:
-            source = max((used for used in ancestors([node]) if is_heavy(used)), key=order.__getitem__, default=None)
-            siblings.setdefault((node.args[1], source), []).append(node)
+            siblings.setdefault((node.args[1], _source(node, position)), []).append(node)
     groups = []
     for members in siblings.values():
         work = dict(zip(members, _own_work(members, descendants), strict=True))
@@ -143,6 +141,13 @@ def _gather_groups(exchanges: Sequence[Node]) -> list[list[Node]]:
         else:
             groups.append(members)
     return groups
+
+
+def _source(gather: Node, position: dict[Node, int]) -> Node | None:
+    """The last kernel of its own that a gather's input comes from; None for a scatter."""
+    if gather.target is not _GATHER:
+        return None
+    return max((used for used in ancestors([gather]) if is_heavy(used)), key=position.__getitem__, default=None)
 
 
 def _own_work(members: Sequence[Node], closure: Callable[[list[Node]], set[Node]]) -> list[int]:
@@ -161,7 +166,9 @@ def _in_order_of_dependency(groups: list[list[Node]]) -> list[list[Node]]:
     """
     position = {node: index for index, node in enumerate(groups[0][0].graph.nodes)}
     needed = [ancestors(members) for members in groups]
-    left = sorted(range(len(groups)), key=lambda index: min(map(position.__getitem__, groups[index])))
+    # A gather's place is that of what it gathers from: those that travel first come first.
+    place = [min(position[_source(m, position) or m] for m in members) for members in groups]
+    left = sorted(range(len(groups)), key=place.__getitem__)
     order: list[list[Node]] = []
     while left:
         for index in left:
@@ -197,17 +204,19 @@ def _rewrite(graph: Graph, members: Sequence[Node], uncaptured: bool) -> Flight:
     submit_op = _overload(torch.ops.ulysses_op.submit.default, uncaptured)
     wait_op = _overload(torch.ops.ulysses_op.wait_.default, uncaptured)
     submits = []
-    for index, member in enumerate(members):
+    for member in members:
         x, communicator, world_size, rank, heads, seq_lens, *replicas = member.args
         direction = "scatter_heads" if member.target is _SCATTER else "gather_heads"
         exchange = (x, communicator, world_size, rank, heads, seq_lens, bool(replicas and replicas[0]))
         with graph.inserting_before(member):
-            submit = graph.call_function(submit_op, (*exchange, direction, "", index == len(members) - 1, False))
+            submit = graph.call_function(submit_op, (*exchange, direction, "", [], False))
         submit.meta.update(member.meta)
         submits.append(submit)
     last = max(members, key=list(graph.nodes).index)
     with graph.inserting_after(last):
-        wait = graph.call_function(wait_op, (submits, [], members[0].args[1], []))
+        # By name: torch.cond's lowering (2.12 to 2.14) takes a positional argument that is written for one tensor.
+        arguments = {"targets": submits, "sources": [], "communicator": members[0].args[1], "tags": []}
+        wait = graph.call_function(wait_op, (), arguments)
     wait.meta["val"] = None
     for member, submit in zip(members, submits, strict=True):
         member.replace_all_uses_with(submit)
@@ -217,19 +226,19 @@ def _rewrite(graph: Graph, members: Sequence[Node], uncaptured: bool) -> Flight:
 
 def _assign_tags(graph: Graph, flights: Sequence[Flight], report: Report) -> None:
     """Tags, and so targets, are shared by groups of which one is waited for before the other begins."""
-    groups = {id(flight): group for flight, group in zip(flights, report.groups, strict=True)}
-    by_submit = {submit: flight for flight in flights for submit in flight.submits}
-    by_wait = {flight.wait: flight for flight in flights}
-    in_use: dict[Any, set[str]] = {}
+    groups = {flight.submits[0]: (flight, group) for flight, group in zip(flights, report.groups, strict=True)}
+    ending = {flight.wait: group for flight, group in zip(flights, report.groups, strict=True)}
+    in_use: dict[str, set[str]] = {}
     for node in graph.nodes:
-        if node in by_submit:
-            flight = by_submit[node]
-            taken = in_use.setdefault(node.args[1], set())
-            tag = next(tag for tag in map(str, range(len(taken) + 1)) if tag not in taken)
-            taken.add(tag)
-            node.update_arg(8, tag)
-            groups[id(flight)].tags.append(tag)
-        elif node in by_wait:
-            group = groups[id(by_wait[node])]
-            node.update_arg(3, list(group.tags))
-            in_use[node.args[2]] -= set(group.tags)
+        if node in groups:
+            flight, group = groups[node]
+            taken = in_use.setdefault(group.communicator, set())
+            free = (tag for tag in map(str, itertools.count()) if tag not in taken)
+            group.tags = list(itertools.islice(free, len(flight.submits)))
+            taken.update(group.tags)
+            for submit, tag in zip(flight.submits, group.tags, strict=True):
+                submit.update_arg(8, tag)
+                submit.update_arg(9, group.tags)
+            flight.wait.update_kwarg("tags", group.tags)
+        elif node in ending:
+            in_use[ending[node].communicator] -= set(ending[node].tags)

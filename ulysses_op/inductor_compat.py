@@ -8,14 +8,38 @@ from torch._inductor import custom_graph_pass, ir
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import WeakDep
 
-# 2.11 asks a scheduler pass to be a graph pass; later versions have a class of their own.
+# 2.11 and 2.12 ask a scheduler pass to be a graph pass; later versions have a class of their own.
 CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
+
+# Since 2.12; told whether the graph is for inference.
+_InferenceAwarePass = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+InferenceAwarePass = _InferenceAwarePass or CustomGraphPass
+
+
+def passes_of(setting: Any) -> tuple[Any, ...]:
+    """The graph passes in one of Inductor's settings: since 2.13 it may hold several."""
+    if isinstance(setting, (list, tuple)):
+        return tuple(setting)
+    return () if setting is None else (setting,)
+
+
+def run_pass(graph_pass: Any, graph: Any, is_inference: bool) -> None:
+    if _InferenceAwarePass is not None and isinstance(graph_pass, _InferenceAwarePass):
+        graph_pass(graph, is_inference)
+    else:
+        graph_pass(graph)
 
 
 def op_of(node: Any) -> Any:
     """The op that a scheduler node calls, None if it is no call of one."""
     kernel = getattr(node, "node", None)
     return kernel.op_overload if isinstance(kernel, ir.FallbackKernel) else None
+
+
+def arguments_of(node: Any) -> list[Any]:
+    """The arguments of the op that a scheduler node calls, buffers in place of tensors."""
+    arguments, _ = node.node.unflatten_args(node.node.inputs, node.node.constant_args)
+    return list(arguments)
 
 
 def made_by(node: Any) -> str | None:

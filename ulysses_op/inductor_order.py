@@ -25,7 +25,7 @@ import torch
 from torch._inductor.virtualized import V
 
 from .grouping import Report, logger
-from .inductor_compat import buffers_of, made_by, op_of, weak_dependency
+from .inductor_compat import arguments_of, buffers_of, made_by, op_of, weak_dependency
 
 _OPS = torch.ops.ulysses_op
 _SUBMIT = (_OPS.submit.default, _OPS.submit.uncaptured)
@@ -34,7 +34,7 @@ _FUNCTIONAL = (
     *(_OPS.scatter_heads.default, _OPS.scatter_heads.uncaptured),
     *(_OPS.gather_heads.default, _OPS.gather_heads.uncaptured),
 )
-_DIRECTION, _TAG, _FINAL, _LEND = -4, -3, -2, -1  # among a submission's arguments that are no tensors
+_COMMUNICATOR, _DIRECTION, _TAG, _TAGS = 1, 7, 8, 9  # among a submission's arguments
 
 
 def keep_order(nodes: list[Any], report: Report | None) -> list[Any]:
@@ -72,7 +72,8 @@ class _Nodes:
 
 
 def _created(node: Any) -> int:
-    return min(int(name.removeprefix("op")) for name in node.get_operation_names())
+    # In a subgraph the names begin with its name.
+    return min(int(name.rpartition("op")[2]) for name in node.get_operation_names())
 
 
 class _Group:
@@ -86,15 +87,16 @@ def _groups(exchanges: Sequence[Any]) -> list[_Group]:
     groups: list[_Group] = []
     open_groups: dict[str, _Group] = {}
     for node in exchanges:
-        constants = node.node.constant_args
         if op_of(node) in _SUBMIT:
-            group = open_groups.get(constants[0])
+            arguments = arguments_of(node)
+            communicator, tag, tags = (arguments[index] for index in (_COMMUNICATOR, _TAG, _TAGS))
+            group = open_groups.get(communicator)
             if group is None:
-                group = open_groups[constants[0]] = _Group([])
+                group = open_groups[communicator] = _Group([])
                 groups.append(group)
             group.submits.append(node)
-            if constants[_FINAL]:
-                del open_groups[constants[0]]
+            if tag == tags[-1]:
+                del open_groups[communicator]
         elif op_of(node) in _WAIT:
             for group in groups:
                 if group.wait is None and group.submits[0].get_name() in node.ancestors:
@@ -125,7 +127,7 @@ def _keep_between(graph: _Nodes, group: _Group) -> None:
 def _lend(graph: _Nodes, groups: Sequence[_Group], report: Report | None) -> None:
     """See NOTE [Lending]."""
     uses = _Uses(graph.nodes)
-    lent: list[tuple[str, str]] = []
+    lent: list[str] = []
     for index, group in enumerate(groups):
         for submit in group.submits:
             target = _target(submit)
@@ -140,18 +142,18 @@ def _lend(graph: _Nodes, groups: Sequence[_Group], report: Report | None) -> Non
             if again:
                 for reader in readers:
                     graph.order(reader, again[0])
-            submit.node.constant_args = (*submit.node.constant_args[:_LEND], True)
+            submit.node.constant_args = (*submit.node.constant_args[:-1], True)  # its last argument, ``lend``
             V.graph.never_reuse_buffers.update(uses.names(submit))
-            lent.append((submit.node.constant_args[0], submit.node.constant_args[_TAG]))
+            lent.append(arguments_of(submit)[_TAG])
             if report is not None and index < len(report.groups):
-                report.groups[index].lent.append(submit.node.constant_args[_TAG])
-    logger.info("lent: %s", ", ".join(tag for _, tag in lent) or "nothing")
+                report.groups[index].lent.append(lent[-1])
+    logger.info("lent: %s", ", ".join(lent) or "nothing")
 
 
 def _target(submit: Any) -> tuple[Any, ...]:
     """What two submissions share if they use the same target."""
-    constants = submit.node.constant_args
-    return constants[0], constants[_DIRECTION], constants[_TAG], submit.node.inputs[0].get_dtype()
+    arguments = arguments_of(submit)
+    return (*(arguments[i] for i in (_COMMUNICATOR, _DIRECTION, _TAG)), submit.node.inputs[0].get_dtype())
 
 
 class _Uses:

@@ -118,7 +118,7 @@ class OneSidedEngine:
         if first:
             self._unfinished = True
             if self._poison:
-                self._poison_targets()
+                self._poison_targets(group, submission)
         if not self._cuda:
             if first:
                 self._transport.begin(group.ready_digest(submission))
@@ -292,12 +292,11 @@ class OneSidedEngine:
         else:
             self._transport.wait(self._last_number)
 
-    def _poison_targets(self) -> None:
-        """Fill the targets that the group about to begin may open. Peers write none of them: whatever they have
-        submitted is complete, except for groups under way, whose targets are left alone."""
-        in_use = {_key(submission) for group in self._unwaited for submission in group.submissions}
+    def _poison_targets(self, group: ExchangeGroup, first: Submission) -> None:
+        """Fill the targets that the group names, of its first submission's kind, or that submission's own."""
+        opened = {_key(first)._replace(tag=tag) for tag in (*group.tags, first.tag)}
         for key, target in self._targets.all():
-            if key not in in_use:
+            if key in opened:
                 target.base.fill_(0xFF)
 
 

@@ -5,9 +5,9 @@ communicator at run time. ``rank`` is -1 where nothing depends on it (equal head
 compile the same graph. ``heads`` is start and stop of each rank's heads, flattened, or empty for the equal split;
 ``seq_lens`` each rank's length, or empty where all are equal.
 
-``scatter_heads`` and ``gather_heads`` are functional. ``submit`` starts either of them and ``wait_`` completes a group:
-what was submitted up to the submission that is final. Its tags tell wait_ which one. The tensors that submit returned
-hold the results from wait_ on, and those submitted must not be written before it.
+``scatter_heads`` and ``gather_heads`` are functional. ``submit`` starts either of them, as ``tag`` of a group of
+``tags``, which are submitted in this order; ``wait_`` completes the group. The tensors that submit returned hold the
+results from wait_ on, and those submitted must not be written before it.
 
 The overload ``uncaptured`` of each does the same, and tells Inductor to leave it out of CUDA graphs.
 
@@ -36,7 +36,7 @@ _ARGUMENTS = "Tensor x, str communicator, int world_size, int rank, int[] heads,
 _SCHEMAS = {
     "scatter_heads": f"({_ARGUMENTS}) -> Tensor",
     "gather_heads": f"({_ARGUMENTS}, bool replicas) -> Tensor",
-    "submit": f"({_ARGUMENTS}, bool replicas, str direction, str tag, bool final, bool lend) -> Tensor",
+    "submit": f"({_ARGUMENTS}, bool replicas, str direction, str tag, str[] tags, bool lend) -> Tensor",
     "wait_": "(Tensor(a!)[] targets, Tensor[] sources, str communicator, str[] tags) -> ()",
 }
 _OVERLOADS = {"": (), ".uncaptured": (torch.Tag.cudagraph_unsafe,)}
@@ -129,13 +129,13 @@ def _submit_kernel(
     replicas: bool,
     direction: Any,
     tag: str,
-    final: bool,
+    tags: Sequence[str],
     lend: bool,
 ) -> torch.Tensor:
     found = communicator_of(communicator, x.device)
     _check_world_size(found, communicator, world_size)
     plan, lens = _pairs(heads) or None, tuple(seq_lens) or None
-    return beside(found).submit(x, direction, plan, lens, replicas, tag, final, lend)
+    return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, lend)
 
 
 def _wait_kernel(
@@ -214,7 +214,7 @@ def _submit_fake(
     replicas: bool,
     direction: str,
     tag: str,
-    final: bool,
+    tags: Sequence[str],
     lend: bool,
 ) -> torch.Tensor:
     if direction == "scatter_heads":
