@@ -359,16 +359,24 @@ def steps(
 
 
 def run_mismatch(
-    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str, name: str, odd: int
+    rank: int,
+    world_size: int,
+    members: tuple[int, ...],
+    backend: str,
+    device: str,
+    name: str,
+    odd: int,
+    rounds: tuple[bool, ...] = (True, False),
 ) -> list[str] | None:
-    """Rank `odd` submits something else. No rank gets data; all get an error of this package."""
+    """Rank `odd` submits something else, in `rounds` that say False. No rank gets data; all get an error of this
+    package."""
     group = ranks.fresh_group(members)
     if group is None:
         return None
     me, p = members.index(rank), len(members)
     comm = ranks.fresh_communicator(group, backend, device, timeout_s=2.0)
     problems = []
-    for warm in (True, False):
+    for warm in rounds:
         # A rank that is still in the group before would learn there that its peers have failed.
         ranks.meet(group)
         most, other, names = steps(p, me, device)[name]

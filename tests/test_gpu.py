@@ -170,11 +170,11 @@ def test_mismatch(pool: ranks.RankPool, name: str, backend: str) -> None:
     ok(pool.run(test_gate.run_mismatch, MEMBERS[2], backend, "cuda", name, 1))
 
 
-# What is submitted is compared before it moves. Ranks that submit a different number of tensors meet in no collective:
-# that is for the process group's own time-out.
+# What was not exchanged before is compared before it moves, on every rank if it is new to all. Ranks that submit a
+# different number of tensors meet in no collective: that is for the process group's own time-out.
 @pytest.mark.parametrize("name", [name for name in MISMATCHES if name != "number"])
 def test_mismatch_on_nccl(pool: ranks.RankPool, name: str) -> None:
-    ok(pool.run(test_gate.run_mismatch, MEMBERS[2], "c10d", "cuda", name, 1))
+    ok(pool.run(test_gate.run_mismatch, MEMBERS[2], "c10d", "cuda", name, 1, (False,)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
