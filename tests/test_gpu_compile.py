@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ranks
+import test_lending
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
@@ -141,39 +142,19 @@ def test_partitioned_around(pool: ranks.RankPool, backend: str, asked: str) -> N
         assert 1 < answer["launches"] == answer["partitions"] <= 5 * LAYERS
 
 
-def run_exact(rank: int, world_size: int, backend: str, cuda_graphs: bool, calls: int) -> int:
-    """Copies and exchanges alone are bitwise those of eager code; targets are full of NaN before each write."""
-    with ranks.environment(ULYSSES_OP_POISON_TARGETS="1"):
-        comm = ulysses_op.Communicator(backend=backend, timeout_s=20)
-        comm.build("cuda")
-
-        def model(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            a, b = comm.scatter_heads(x), comm.scatter_heads(y)
-            once = comm.gather_heads(a + b)
-            c, d = comm.scatter_heads(once * 2), comm.scatter_heads(once + y)
-            return comm.gather_heads(c - d), a.clone(), b
-
-        torch.compiler.reset()
-        options = {"triton.cudagraphs": cuda_graphs, **ulysses_op.compile_options()}
-        compiled = torch.compile(model, fullgraph=True, options=options)
-        generator = torch.Generator("cuda").manual_seed(rank)
-        rng = random.Random(9)
-        wrong = 0
-        with torch.no_grad():
-            for _ in range(calls):
-                x, y = (torch.randn(2, LENGTH, 4, 8, generator=generator, device="cuda") for _ in range(2))
-                if rng.randrange(world_size) == rank:
-                    torch.cuda._sleep(int(rng.uniform(0, 1e6)))
-                got, wanted = compiled(x, y), model(x, y)
-                wrong += sum(int((g != w).sum()) for g, w in zip(got, wanted, strict=True))
-        comm.close()
-    return wrong
-
-
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("backend", ["symm_mem", "cuda_ipc", "c10d"])
 def test_bitwise_as_eager(pool: ranks.RankPool, backend: str, cuda_graphs: bool) -> None:
-    assert pool.run(run_exact, backend, cuda_graphs, 200, timeout_s=90) == [0, 0]
+    arguments = (backend, "cuda", cuda_graphs, 200, False, LENGTH)
+    answers = pool.run(test_lending.run_exact, *arguments, timeout_s=90)
+    assert answers == [(backend, 0, test_lending.LENT)] * 2
+
+
+@pytest.mark.parametrize("backend", ["symm_mem", "cuda_ipc"])
+def test_lending_without_proof_is_found(pool: ranks.RankPool, backend: str) -> None:
+    for found, wrong, _ in pool.run(test_lending.run_exact, backend, "cuda", False, 3, True, LENGTH, timeout_s=90):
+        assert found == backend
+        assert wrong > 0
 
 
 def run_training(rank: int, world_size: int, backend: str) -> tuple[list[float], list[list[list[str]]]]:

@@ -234,6 +234,30 @@ def test_composes_with_a_pass_that_is_there(pool: ranks.RankPool) -> None:
     assert pool.run(composed, timeout_s=250) == [(1, 2)] * 2
 
 
+def other_ways(rank: int, world_size: int) -> list[str]:
+    """A mode by its name, and a backend that has no pass to run."""
+    comm = ulysses_op.Communicator(timeout_s=40)
+    w = Weights(2 * world_size)
+    x = torch.randn(BATCH, LENGTH, w.heads * DIM, generator=torch.Generator().manual_seed(rank))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return fused(x, w, comm.scatter_heads, comm.gather_heads)
+
+    for arguments in ({"mode": "reduce-overhead"}, {"backend": "aot_eager"}, {"backend": "eager"}):
+        torch.compiler.reset()
+        compiled = ulysses_op.compile(model, fullgraph=True, **arguments)
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="expected one of auto, through, around"):
+        ulysses_op.compile(model, cuda_graphs="outside")
+    found = comm.backend
+    comm.close()
+    return [found]
+
+
+def test_modes_and_other_backends(pool: ranks.RankPool) -> None:
+    assert pool.run(other_ways, timeout_s=250) == [["shm"]] * 2
+
+
 def misused(rank: int, world_size: int) -> None:
     comm = ulysses_op.Communicator(timeout_s=20)
     comm.build("cpu")

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ulysses_op
+from ulysses_op import asynchronous
 from ulysses_op.layout import HeadRanges
 
 BATCH, LENGTH, DIM = 2, 6, 8
+OPS = torch.ops.ulysses_op
 
 
 def _flat(plan: HeadRanges | None) -> list[int]:
@@ -56,6 +58,30 @@ def _opcheck(rank: int, world_size: int, case: str) -> None:
 @pytest.mark.parametrize("case", ["contiguous", "strided", "no gradient", "uneven", "gqa", "replicated"])
 def test_opcheck(pool: ranks.RankPool, case: str) -> None:
     pool.run(_opcheck, case, timeout_s=200)
+
+
+def _opcheck_asynchronous(rank: int, world_size: int, direction: str) -> None:
+    """A submission's result counts from its wait on; here it is complete at once, for opcheck to look at."""
+    torch.manual_seed(rank)
+    scatter, gather = _inputs(rank, world_size, "no gradient")
+    arguments = (*(scatter if direction == "scatter_heads" else gather)[:6], False, direction, "0", ["0"], False)
+    asynchronous.complete_at_submit = True
+    try:
+        for overload in ("default", "uncaptured"):
+            submit, wait = (getattr(packet, overload) for packet in (OPS.submit, OPS.wait_))
+            assert set(torch.library.opcheck(submit, arguments).values()) == {"SUCCESS"}
+            target = submit(*arguments)
+            whole = getattr(OPS, direction)(*(scatter if direction == "scatter_heads" else gather))
+            assert torch.equal(target, whole)
+            results = torch.library.opcheck(wait, ([target], [arguments[0]], arguments[1], ["0"]))
+            assert set(results.values()) == {"SUCCESS"}, results
+    finally:
+        asynchronous.complete_at_submit = False
+
+
+@pytest.mark.parametrize("direction", ["scatter_heads", "gather_heads"])
+def test_opcheck_of_submit_and_wait(pool: ranks.RankPool, direction: str) -> None:
+    pool.run(_opcheck_asynchronous, direction, timeout_s=200)
 
 
 def _block(scatter: Any, gather: Any, x: torch.Tensor, weight: torch.Tensor, heads: int) -> torch.Tensor:
