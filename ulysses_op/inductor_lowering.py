@@ -1,4 +1,7 @@
-"""How Inductor lowers the asynchronous ops.
+"""How Inductor lowers the ops.
+
+NOTE [Every rank exchanges]: on a rank without tokens the results of an exchange may have no elements, and so nothing
+that Inductor would keep it for, while the peers wait for it. So the functional exchanges count as having an effect.
 
 NOTE [Sources live until the wait]: between a submission and its wait_ the input is still being read, which nothing in
 the data says. Inductor gives a dead buffer's memory to the next one, so each wait_ takes what its submissions read as
@@ -19,7 +22,20 @@ _OPS = torch.ops.ulysses_op
 _SUBMIT = (_OPS.submit.default, _OPS.submit.uncaptured)
 
 
-def _register(wait: Any) -> None:
+class _Exchange(ir.FallbackKernel):
+    """See NOTE [Every rank exchanges]."""
+
+    def has_side_effects(self) -> bool:
+        return True
+
+
+def _register_exchange(op: Any) -> None:
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(*arguments: Any) -> Any:
+        return pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, _Exchange.create(op, *arguments))
+
+
+def _register_wait(wait: Any) -> None:
     @register_lowering(wait, type_promotion_kind=None)
     def lower(targets: list[Any], sources: list[Any], communicator: str, tags: list[str]) -> Any:
         read = [_tensor_box(source) for target in targets for source in _sources_of(target)]
@@ -27,8 +43,11 @@ def _register(wait: Any) -> None:
         return pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, result)
 
 
-_register(_OPS.wait_.default)
-_register(_OPS.wait_.uncaptured)
+for _packet in (_OPS.scatter_heads, _OPS.gather_heads):
+    _register_exchange(_packet.default)
+    _register_exchange(_packet.uncaptured)
+_register_wait(_OPS.wait_.default)
+_register_wait(_OPS.wait_.uncaptured)
 
 
 def _sources_of(target: Any) -> list[Any]:

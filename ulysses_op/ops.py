@@ -18,6 +18,7 @@ copies, which then partition their heads.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -149,9 +150,17 @@ def _wait_kernel(
 # Fakes: shapes and strides from the arguments alone.
 
 
+def _tell_inductor() -> None:
+    """Register the lowerings, which code compiled without the pass needs too, before Inductor lowers a graph that it
+    traces now; others are spared its import."""
+    if "torch._inductor.lowering" in sys.modules:
+        from . import inductor_lowering  # noqa: F401
+
+
 def _scatter_fake(
     x: torch.Tensor, communicator: str, world_size: int, rank: int, heads: Sequence[int], seq_lens: Sequence[int]
 ) -> torch.Tensor:
+    _tell_inductor()
     torch._check(x.dim() == 4, lambda: f"x must have 4 dimensions (B, S_local, H, D), got {x.dim()}")
     batch, seq_local, num_heads, head_dim = x.shape
     if heads:
@@ -183,6 +192,7 @@ def _gather_fake(
     seq_lens: Sequence[int],
     replicas: bool,
 ) -> torch.Tensor:
+    _tell_inductor()
     torch._check(x.dim() == 4, lambda: f"x must have 4 dimensions (B, S_global, H_local, D), got {x.dim()}")
     batch, seq_global, local, head_dim = x.shape
     if heads:
