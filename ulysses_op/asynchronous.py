@@ -43,7 +43,7 @@ class AsyncExchange:
         next submission with that tag and direction.
         """
         communicator, x = self.communicator, x.detach()
-        exchange = communicator._exchange_of(x, direction, heads, seq_lens, replicas)
+        exchange = communicator._exchanges.find(x, direction, heads, seq_lens, replicas)
         if complete_at_submit:
             return communicator._exchange([(tag, x, exchange)])[0]
         group = self._open

@@ -10,17 +10,16 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .arguments import Exchanges
 from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
 from .engine import Engine
 from .errors import BrokenCommunicatorError, TargetError, kind_of_error
 from .exchange_group import ExchangeGroup, Submission, call_op
 from .gradients import DifferentiableExchange
-from .layout import Direction, Exchange, HeadPlan, HeadRanges, gather_exchange, scatter_exchange
+from .layout import Direction, Exchange, HeadRanges
 from .memory_pools import outside_memory_pools
 from .process_groups import GroupLike, resolve_group
 from .registry import register
@@ -88,7 +87,7 @@ class Communicator:
         self._closed = False
         self._pid = os.getpid()
         self._release: weakref.finalize[Any, Any] | None = None
-        self._exchanges: dict[Any, Exchange] = {}
+        self._exchanges = Exchanges(self.world_size, self.rank)
 
     # What was decided.
 
@@ -244,7 +243,7 @@ class Communicator:
     ) -> None:
         if isinstance(x, AsyncCollectiveTensor):
             x = x.wait()
-        self._submit_exchange(group, x, tag, self._exchange_of(x, direction, heads, seq_lens), final, owned)
+        self._submit_exchange(group, x, tag, self._exchanges.find(x, direction, heads, seq_lens), final, owned)
 
     def _submit_exchange(
         self, group: ExchangeGroup, x: torch.Tensor, tag: str, exchange: Exchange, final: bool, owned: bool
@@ -408,45 +407,8 @@ class Communicator:
         replicas: bool,
     ) -> torch.Tensor:
         """A group of one, owned, without a gradient: what the ops run."""
-        exchange = self._exchange_of(x, direction, heads, seq_lens, replicas)
+        exchange = self._exchanges.find(x, direction, heads, seq_lens, replicas)
         return self._exchange([(f"{direction}()", x.detach(), exchange)])[0]
-
-    def _exchange_of(
-        self,
-        x: torch.Tensor,
-        direction: Direction,
-        heads: Sequence[Sequence[int]] | None,
-        seq_lens: Sequence[int] | None,
-        replicas: bool = False,
-    ) -> Exchange:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x is a {type(x).__name__}, a tensor is needed")
-        kind: object = x
-        if is_traceable_wrapper_subclass(kind) or isinstance(kind, FakeTensor):
-            raise TypeError(f"x is a {type(x).__name__}, a plain tensor is needed: pass its local one")
-        if x.layout != torch.strided or x.is_quantized:
-            raise TypeError(
-                f"x has layout {x.layout}{' and is quantized' if x.is_quantized else ''}: a dense tensor is needed"
-            )
-        if x.element_size() not in (1, 2, 4, 8):
-            raise TypeError(
-                f"x has dtype {x.dtype} of {x.element_size()} bytes: elements of 1, 2, 4 or 8 bytes can be exchanged"
-            )
-        if isinstance(heads, HeadPlan):
-            raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
-        key = (direction, x.shape, _frozen(heads), _frozen(seq_lens), replicas)
-        exchange = self._exchanges.get(key)
-        if exchange is None:
-            if direction not in ("scatter_heads", "gather_heads"):
-                raise ValueError(f"direction is {direction!r}, expected 'scatter_heads' or 'gather_heads'")
-            if direction == "scatter_heads":
-                exchange = scatter_exchange(x.shape, self.world_size, self.rank, heads, seq_lens)
-            else:
-                exchange = gather_exchange(x.shape, self.world_size, self.rank, heads, seq_lens, replicas)
-            if len(self._exchanges) >= 1024:
-                self._exchanges.clear()
-            self._exchanges[key] = exchange
-        return exchange
 
     # Building.
 
@@ -500,11 +462,6 @@ class Communicator:
             self._groups.clear()
             if self._engine is not None:
                 self._engine.abort(kind_of_error(error), self._broken)
-
-
-def _frozen(value: Any) -> Any:
-    """A hashable copy of nested sequences."""
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _release(engine: Engine, pid: int) -> None:
