@@ -99,7 +99,13 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("signal", &signal_name)
       .def_readonly("peers", &Failure::peers)
       .def_readonly("seconds", &Failure::seconds)
-      .def_readonly("message", &Failure::message);
+      .def_property_readonly("message", [](const Failure& self) {
+        // Cut off at a number of bytes, it may end in the middle of a character.
+        const auto size = static_cast<Py_ssize_t>(self.message.size());
+        PyObject* text = PyUnicode_DecodeUTF8(self.message.data(), size, "replace");
+        if (text == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::str>(text);
+      });
   py::class_<Board, std::shared_ptr<Board>>(m, "Board")
       .def_static("size_bytes", &Board::size_bytes, py::arg("world_size"))
       .def(py::init<std::shared_ptr<SharedSegment>, int, int>(), py::arg("segment"), py::arg("rank"),

@@ -403,6 +403,44 @@ def run_mismatch(
     return problems
 
 
+def run_without_memory(rank: int, world_size: int, members: tuple[int, ...], backend: str) -> list[str] | None:
+    """Tensors whose elements are nowhere, and lengths that change in place."""
+    if rank not in members:
+        return None
+    me, p = members.index(rank), len(members)
+    comm = ranks.communicator(members, backend)
+    freed = torch.zeros(1, 2, p, 4)
+    freed.untyped_storage().resize_(0)
+
+    def submit(x: torch.Tensor) -> torch.Tensor:
+        with comm.group("q") as group:
+            group.submit(x, tag="q")
+        return x
+
+    nowhere: dict[str, Callable[[], Any]] = {
+        "freed storage": lambda: submit(freed),
+        "zero tensor": lambda: submit(torch._efficientzerotensor((1, 2, p, 4))),
+        "functional": lambda: torch.func.functionalize(submit)(torch.zeros(1, 2, p, 4)),
+    }
+    problems = [refusal(name, call, (TypeError,), "no memory of its own") for name, call in nowhere.items()]
+    lengths = torch.arange(p)
+    for start in (1, 2):
+        lengths[:] = (torch.arange(p) + start) % (p + 1)
+        own = int(lengths[me])
+        whole = torch.zeros(1, int(lengths.sum()), 1, 2)
+        with comm.group("o") as group:
+            group.submit(whole, tag="o", direction="gather_heads", seq_lens=lengths)
+            (result,) = group.wait()
+        if result.shape[1] != own:
+            problems.append(f"{result.shape[1]} tokens where {own} are due")
+    return [problem for problem in problems if problem]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_without_memory_and_lengths_that_change(pool: ranks.RankPool, backend: str) -> None:
+    ok(pool.run(run_without_memory, MEMBERS[2], backend))
+
+
 MISMATCHES = list(steps(2, 0, "cpu"))
 # Here the odd rank needs a target that the others know nothing of, and may find itself alone in its rendezvous first.
 NEW_TARGETS = ("tag", "tag of the last", "direction", "dtype of the same size", "dtype of another size")

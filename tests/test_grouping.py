@@ -206,58 +206,6 @@ def test_a_result_that_leaves_the_graph_is_not_lent(pool: ranks.RankPool) -> Non
     assert pool.run(returned, timeout_s=250) == [[[True, True, True], [True], [False]]] * 2
 
 
-def composed(rank: int, world_size: int) -> tuple[int, int]:
-    comm = ulysses_op.Communicator(timeout_s=40)
-    w = Weights(2 * world_size)
-    x = torch.randn(BATCH, LENGTH, w.heads * DIM, generator=torch.Generator().manual_seed(rank))
-    calls = 0
-
-    def own_pass(graph: torch.fx.Graph) -> None:
-        nonlocal calls
-        calls += 1
-
-    torch.compiler.reset()
-    options = ulysses_op.compile_options(own_pass)
-    with inductor_config.patch(force_disable_caches=True):
-        function = torch.compile(lambda x: fused(x, w, comm.scatter_heads, comm.gather_heads), options=options)
-        torch.testing.assert_close(
-            function(x), fused(x, w, comm.scatter_heads, comm.gather_heads), atol=1e-5, rtol=1e-5
-        )
-    torch.compiler.reset()
-    simple = ulysses_op.compile(lambda x: fused(x, w, comm.scatter_heads, comm.gather_heads), fullgraph=True)
-    torch.testing.assert_close(simple(x), fused(x, w, comm.scatter_heads, comm.gather_heads), atol=1e-5, rtol=1e-5)
-    comm.close()
-    return calls, options["post_grad_custom_post_pass"].reports[0].matched
-
-
-def test_composes_with_a_pass_that_is_there(pool: ranks.RankPool) -> None:
-    assert pool.run(composed, timeout_s=250) == [(1, 2)] * 2
-
-
-def other_ways(rank: int, world_size: int) -> list[str]:
-    """A mode by its name, and a backend that has no pass to run."""
-    comm = ulysses_op.Communicator(timeout_s=40)
-    w = Weights(2 * world_size)
-    x = torch.randn(BATCH, LENGTH, w.heads * DIM, generator=torch.Generator().manual_seed(rank))
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return fused(x, w, comm.scatter_heads, comm.gather_heads)
-
-    for arguments in ({"mode": "reduce-overhead"}, {"backend": "aot_eager"}, {"backend": "eager"}):
-        torch.compiler.reset()
-        compiled = ulysses_op.compile(model, fullgraph=True, **arguments)
-        torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="expected one of auto, through, around"):
-        ulysses_op.compile(model, cuda_graphs="outside")
-    found = comm.backend
-    comm.close()
-    return [found]
-
-
-def test_modes_and_other_backends(pool: ranks.RankPool) -> None:
-    assert pool.run(other_ways, timeout_s=250) == [["shm"]] * 2
-
-
 def misused(rank: int, world_size: int) -> None:
     comm = ulysses_op.Communicator(timeout_s=20)
     comm.build("cpu")
@@ -268,7 +216,7 @@ def misused(rank: int, world_size: int) -> None:
     whole = list(range(world_size))
     with pytest.raises(RuntimeError, match="no group of '0' is under way"):
         wait([x], [x], name, ["0"])
-    target = submit(x + rank, *exchange, "0", ["0"], False)
+    target = submit(x + rank, *exchange, "0", ["0"], "", False)
     with pytest.raises(RuntimeError, match="given 1 targets for the 2 tags"):
         wait([target], [x], name, ["0", "1"])
     copied = torch.full_like(target, -1)  # a compiler may hand wait_ a copy
@@ -278,23 +226,23 @@ def misused(rank: int, world_size: int) -> None:
         wait([copied], [x], name, ["0"])
     # Two groups under way, waited for in another order than they were submitted in.
     sources = [x + rank, x + rank + 10, x + rank + 20]
-    first = [submit(source, *exchange, tag, ["0", "1"], True) for source, tag in zip(sources, "01", strict=False)]
-    second = [submit(sources[2], *exchange, "2", ["2"], True)]
+    first = [submit(source, *exchange, tag, ["0", "1"], "", True) for source, tag in zip(sources, "01", strict=False)]
+    second = [submit(sources[2], *exchange, "2", ["2"], "", True)]
     wait(second, sources[2:], name, ["2"])
     wait(first, sources[:2], name, ["0", "1"])
     for index, result in enumerate((*first, *second)):
         assert result[0, ::2, 0, 0].tolist() == [10 * index + peer for peer in whole]
     # A target that somebody still waits for is not written again.
-    kept = submit(x + rank, *exchange, "0", ["0"], True)
+    kept = submit(x + rank, *exchange, "0", ["0"], "", True)
     with pytest.raises(RuntimeError, match="never waited for"):
-        submit(x, *exchange, "0", ["0"], True)
+        submit(x, *exchange, "0", ["0"], "", True)
     del kept
-    submit(x, *exchange, "0", ["0", "1"], True)
+    submit(x, *exchange, "0", ["0", "1"], "", True)
     ranks.meet(dist.group.WORLD)
     with pytest.raises(RuntimeError, match="still open: the code that began it was left"):
-        submit(x, *exchange, "0", ["0", "1"], True)
+        submit(x, *exchange, "0", ["0", "1"], "", True)
     with pytest.raises(ulysses_op.BrokenCommunicatorError):
-        submit(x, *exchange, "3", ["3"], True)
+        submit(x, *exchange, "3", ["3"], "", True)
     comm.close()
 
 

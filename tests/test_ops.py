@@ -17,15 +17,17 @@ from ulysses_op.layout import HeadRanges
 
 BATCH, LENGTH, DIM = 2, 6, 8
 OPS = torch.ops.ulysses_op
+OVERLOADS = ("default", "uncaptured")
+CASES = ("contiguous", "strided", "no gradient", "uneven", "gqa", "replicated")
 
 
 def _flat(plan: HeadRanges | None) -> list[int]:
     return [] if plan is None else [bound for pair in plan for bound in pair]
 
 
-def _inputs(rank: int, world_size: int, case: str) -> tuple[list[Any], list[Any]]:
-    """Arguments of scatter_heads and of gather_heads."""
-    where = [dist.group.WORLD.group_name, world_size, -1]
+def _inputs(rank: int, world_size: int, case: str, name: str, device: str) -> dict[str, list[Any]]:
+    """Arguments of scatter_heads and of gather_heads, on the communicator of that name."""
+    where = [name, world_size, -1]
     heads, num_heads, lens = None, 2 * world_size, [LENGTH] * world_size
     if case == "uneven":
         lens = [LENGTH + peer for peer in range(world_size - 1)] + [0]
@@ -35,53 +37,154 @@ def _inputs(rank: int, world_size: int, case: str) -> tuple[list[Any], list[Any]
         heads, num_heads = plan.kv, 7 if case == "gqa" else 1
         where[2] = rank
     local = num_heads // world_size if heads is None else heads[rank][1] - heads[rank][0]
-    fused = torch.randn(BATCH, lens[rank], 3, num_heads, DIM)
+    torch.manual_seed(rank)
+    fused = torch.randn(BATCH, lens[rank], 3, num_heads, DIM, device=device)
     x = fused[:, :, 2] if case == "strided" else fused[:, :, 2].contiguous()
-    y = torch.randn(BATCH, sum(lens), local, DIM)
+    y = torch.randn(BATCH, sum(lens), local, DIM, device=device)
     seq_lens = lens if case == "uneven" else []
-    scatter = [x.requires_grad_(case != "no gradient"), *where, _flat(heads), seq_lens]
-    gather = [y.requires_grad_(case != "no gradient"), *where, _flat(heads), seq_lens, case == "replicated"]
-    return scatter, gather
+    gradient = case != "no gradient"
+    return {
+        "scatter_heads": [x.requires_grad_(gradient), *where, _flat(heads), seq_lens],
+        "gather_heads": [y.requires_grad_(gradient), *where, _flat(heads), seq_lens, case == "replicated"],
+    }
 
 
-def _opcheck(rank: int, world_size: int, case: str) -> None:
-    torch.manual_seed(rank)
-    scatter, gather = _inputs(rank, world_size, case)
-    for op, arguments in (
-        (torch.ops.ulysses_op.scatter_heads.default, scatter),
-        (torch.ops.ulysses_op.gather_heads.default, gather),
-    ):
-        results = torch.library.opcheck(op, tuple(arguments))
-        assert set(results.values()) == {"SUCCESS"}, results
+def run_opcheck(rank: int, world_size: int, case: str, backend: str = "shm", device: str = "cpu") -> None:
+    comm = ranks.communicator(tuple(range(world_size)), backend, device)
+    assert comm.backend == backend
+    for direction, arguments in _inputs(rank, world_size, case, comm._where[0], device).items():
+        for overload in OVERLOADS:
+            results = torch.library.opcheck(getattr(getattr(OPS, direction), overload), tuple(arguments))
+            assert set(results.values()) == {"SUCCESS"}, results
 
 
-@pytest.mark.parametrize("case", ["contiguous", "strided", "no gradient", "uneven", "gqa", "replicated"])
-def test_opcheck(pool: ranks.RankPool, case: str) -> None:
-    pool.run(_opcheck, case, timeout_s=200)
-
-
-def _opcheck_asynchronous(rank: int, world_size: int, direction: str) -> None:
-    """A submission's result counts from its wait on; here it is complete at once, for opcheck to look at."""
-    torch.manual_seed(rank)
-    scatter, gather = _inputs(rank, world_size, "no gradient")
-    arguments = (*(scatter if direction == "scatter_heads" else gather)[:6], False, direction, "0", ["0"], False)
+def run_opcheck_asynchronous(rank: int, world_size: int, case: str, backend: str = "shm", device: str = "cpu") -> None:
+    """As compiled code runs them: gradients are off, whatever its inputs require. A submission's result counts from its
+    wait_ on; here it is complete at once, for opcheck to look at, and wait_ has nothing left to do.
+    """
+    comm = ranks.communicator(tuple(range(world_size)), backend, device)
     asynchronous.complete_at_submit = True
     try:
-        for overload in ("default", "uncaptured"):
-            submit, wait = (getattr(packet, overload) for packet in (OPS.submit, OPS.wait_))
-            assert set(torch.library.opcheck(submit, arguments).values()) == {"SUCCESS"}
-            target = submit(*arguments)
-            whole = getattr(OPS, direction)(*(scatter if direction == "scatter_heads" else gather))
-            assert torch.equal(target, whole)
-            results = torch.library.opcheck(wait, ([target], [arguments[0]], arguments[1], ["0"]))
-            assert set(results.values()) == {"SUCCESS"}, results
+        with torch.no_grad():
+            for direction, exchange in _inputs(rank, world_size, case, comm._where[0], device).items():
+                x, name, *rest = exchange
+                arguments = (*exchange[:6], rest[-1] is True, direction, "0", ["0"], "", False)
+                for overload in OVERLOADS:
+                    submit, wait = (getattr(packet, overload) for packet in (OPS.submit, OPS.wait_))
+                    results = torch.library.opcheck(submit, arguments)
+                    assert set(results.values()) == {"SUCCESS"}, results
+                    target = submit(*arguments)
+                    assert torch.equal(target, getattr(OPS, direction)(*exchange))
+                    results = torch.library.opcheck(wait, ([target], [x], name, ["0"]))
+                    assert set(results.values()) == {"SUCCESS"}, results
+        assert comm.backend == comm._companion.backend == backend
     finally:
         asynchronous.complete_at_submit = False
 
 
-@pytest.mark.parametrize("direction", ["scatter_heads", "gather_heads"])
-def test_opcheck_of_submit_and_wait(pool: ranks.RankPool, direction: str) -> None:
-    pool.run(_opcheck_asynchronous, direction, timeout_s=200)
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(pool: ranks.RankPool, case: str) -> None:
+    pool.run(run_opcheck, case, timeout_s=200)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck_of_submit_and_wait(pool: ranks.RankPool, case: str) -> None:
+    pool.run(run_opcheck_asynchronous, case, timeout_s=200)
+
+
+DEVICES = torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICES < 2, reason=f"needs two CUDA devices, this machine has {DEVICES}")
+@pytest.mark.parametrize("backend", ["symm_mem", "c10d"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("check", [run_opcheck, run_opcheck_asynchronous], ids=["functional", "asynchronous"])
+def test_opcheck_on_gpus(check: Any, case: str, backend: str) -> None:
+    ranks.pool(2, "cuda").run(check, case, backend, "cuda", timeout_s=200)
+
+
+def _gradients(rank: int, world_size: int) -> None:
+    """Both overloads of the functional ops have the gradient. What the pass emits behind autograd has none, and says so
+    where one would be lost.
+    """
+    comm = ranks.communicator(tuple(range(world_size)), "shm")
+    name = comm._where[0]
+    for direction, arguments in _inputs(rank, world_size, "strided", name, "cpu").items():
+        x = arguments[0]
+        found = [
+            torch.autograd.grad(
+                getattr(getattr(OPS, direction), overload)(*arguments).pow(2).sum(), x, allow_unused=True
+            )
+            for overload in OVERLOADS
+        ]
+        assert found[0][0] is not None and found[1][0] is not None
+        assert torch.equal(found[0][0], found[1][0])
+
+    x, *exchange = _inputs(rank, world_size, "contiguous", name, "cpu")["scatter_heads"]
+    exchange += [False, "scatter_heads", "0", ["0"], "", False]
+    lost = "has no gradient, and a tensor that it was given requires one"
+    for overload in OVERLOADS:
+        submit, wait = (getattr(packet, overload) for packet in (OPS.submit, OPS.wait_))
+
+        def by_hand(x: torch.Tensor, submit: Any = submit, wait: Any = wait) -> torch.Tensor:
+            target = submit(x, *exchange)
+            wait([target], [x], name, ["0"])
+            return target * 2
+
+        with pytest.raises(RuntimeError, match=f"^submit {lost}"):
+            by_hand(x)
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=f"submit {lost}"):
+            torch.compile(by_hand, fullgraph=True, backend="eager")(x)
+        target = submit(x.detach(), *exchange)
+        with pytest.raises(RuntimeError, match=f"^wait_ {lost}"):
+            wait([target], [x], name, ["0"])
+        wait([target], [x.detach()], name, ["0"])
+        with torch.no_grad():
+            assert torch.equal(by_hand(x), target * 2)
+
+
+def test_gradients_are_right_or_refused(pool: ranks.RankPool) -> None:
+    pool.run(_gradients)
+
+
+def _by_hand(rank: int, world_size: int, compiler: str) -> int:
+    """Code that submits and waits by itself compiles as it is."""
+    comm = ranks.communicator(tuple(range(world_size)), "shm")
+    name = comm._where[0]
+    exchange = (name, world_size, -1, [], [], False, "scatter_heads")
+    tags = ["v", "q", "k"]
+
+    def asynchronously(qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.unbind(2)
+        v = v * 1.0
+        sources = [v]
+        targets = [OPS.submit(v, *exchange, "v", tags, "", False)]
+        for tag, x in (("q", q), ("k", k)):
+            sources.append(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+            targets.append(OPS.submit(sources[-1], *exchange, tag, tags, "", False))
+        OPS.wait_(targets, sources, name, tags)
+        v, q, k = targets
+        return q * k + v
+
+    def plainly(qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.unbind(2)
+        q, k = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) for x in (q, k))
+        return comm.scatter_heads(q) * comm.scatter_heads(k) + comm.scatter_heads(v)
+
+    torch.compiler.reset()
+    compiled = torch.compile(asynchronously, fullgraph=True, backend=compiler)
+    wrong = 0
+    for _ in range(5):
+        qkv = torch.randn(BATCH, LENGTH, 3, world_size, DIM)
+        wrong += not torch.allclose(compiled(qkv), plainly(qkv), atol=1e-6)
+    return wrong
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_submissions_by_hand_compile(pool: ranks.RankPool, compiler: str) -> None:
+    assert pool.run(_by_hand, compiler, timeout_s=200) == [0] * 4
 
 
 def _block(scatter: Any, gather: Any, x: torch.Tensor, weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -133,7 +236,7 @@ def _spellings(comm: Any, world_size: int) -> dict[str, tuple[Any, Any]]:
 
 
 def _compiled(rank: int, world_size: int, spelling: str, compiler: str) -> None:
-    comm = ulysses_op.Communicator(timeout_s=30)
+    comm = ranks.fresh_communicator(tuple(range(world_size)), "shm")
     assert comm.backend == "shm"
     scatter, gather = _spellings(comm, world_size)[spelling]
     heads = 2 * world_size
@@ -156,6 +259,7 @@ def _compiled(rank: int, world_size: int, spelling: str, compiler: str) -> None:
         (grad,) = torch.autograd.grad(out.square().sum(), x)
         torch.testing.assert_close(out, dense[:, own], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(grad, dense_grad[:, own], atol=1e-4, rtol=1e-4)
+    assert dict(ulysses_op.ops.known_backends()).get(dist.group.WORLD.group_name, "shm") == "shm"
     comm.close()
 
 

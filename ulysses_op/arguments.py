@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .layout import Direction, Exchange, HeadPlan, gather_exchange, scatter_exchange
 
 _MAX_KEPT = 1024
+# Whose elements are parts of bytes, or bytes that nothing copies.
+_OF_BITS = frozenset(getattr(torch, name) for name in dir(torch) if re.fullmatch(r"u?int[1-7]|bits\w+", name))
 
 
 class Exchanges:
@@ -36,7 +40,8 @@ class Exchanges:
         _check_tensor(x)
         if isinstance(heads, HeadPlan):
             raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
-        key = (direction, x.shape, _frozen(heads), _frozen(seq_lens), replicas)
+        heads, seq_lens = _whole_numbers("heads", heads, 2), _whole_numbers("seq_lens", seq_lens, 1)
+        key = (direction, x.shape, heads, seq_lens, replicas)
         exchange = self._kept.get(key)
         if exchange is None:
             if direction not in ("scatter_heads", "gather_heads"):
@@ -57,16 +62,38 @@ def _check_tensor(x: torch.Tensor) -> None:
     kind: object = x
     if is_traceable_wrapper_subclass(kind) or isinstance(kind, FakeTensor):
         raise TypeError(f"x is a {type(x).__name__}, a plain tensor is needed: pass its local one")
+    if x.is_nested:
+        raise TypeError("x is a nested tensor, a dense one is needed: pass its parts")
     if x.layout != torch.strided or x.is_quantized:
         raise TypeError(
             f"x has layout {x.layout}{' and is quantized' if x.is_quantized else ''}: a dense tensor is needed"
         )
-    if x.element_size() not in (1, 2, 4, 8):
+    if x.element_size() not in (1, 2, 4, 8) or x.dtype in _OF_BITS:
         raise TypeError(
             f"x has dtype {x.dtype} of {x.element_size()} bytes: elements of 1, 2, 4 or 8 bytes can be exchanged"
         )
+    if x.numel() and not x.is_meta and not _has_memory(x):
+        raise TypeError(
+            f"x, of shape {tuple(x.shape)}, has no memory of its own: its storage was freed, or it stands for another "
+            "tensor (in a functional transform, or under a mode)"
+        )
 
 
-def _frozen(value: Any) -> Any:
-    """A hashable copy of nested sequences."""
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+def _has_memory(x: torch.Tensor) -> bool:
+    try:
+        return x.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def _whole_numbers(name: str, value: Any, depth: int) -> Any:
+    """Nested sequences of numbers as tuples of integers, which are equal where their content is."""
+    if depth == 0:
+        return operator.index(value)
+    if value is None:
+        return None
+    try:
+        return tuple(_whole_numbers(name, each, depth - 1) for each in value)
+    except TypeError:
+        kind = "(start, stop) pairs of whole numbers" if name == "heads" else "whole numbers"
+        raise TypeError(f"{name} is {value!r}, a sequence of {kind} is needed") from None

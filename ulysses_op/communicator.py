@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import weakref
 from collections.abc import Sequence
@@ -59,10 +60,10 @@ class Communicator:
     ) -> None:
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}, expected 'auto' or one of {', '.join(BACKENDS)}")
-        if max_targets < 1:
+        if operator.index(max_targets) < 1:
             raise ValueError(f"max_targets is {max_targets}, it must be at least 1")
         if timeout_s is None:
-            timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S))
+            timeout_s = _timeout_of_environment()
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise ValueError(f"timeout_s is {timeout_s}, it must be positive and at most {MAX_TIMEOUT_S:.0f}")
         resolved = resolve_group(group)
@@ -222,8 +223,11 @@ class Communicator:
             with contextlib.suppress(RuntimeError):  # the error that is on its way tells more
                 self.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+    def __copy__(self) -> Communicator:
         return self  # a copied model shares its communicator
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Communicator cannot be pickled: it is tied to this process. Create one where it is needed")
@@ -246,7 +250,14 @@ class Communicator:
         self._submit_exchange(group, x, tag, self._exchanges.find(x, direction, heads, seq_lens), final, owned)
 
     def _submit_exchange(
-        self, group: ExchangeGroup, x: torch.Tensor, tag: str, exchange: Exchange, final: bool, owned: bool
+        self,
+        group: ExchangeGroup,
+        x: torch.Tensor,
+        tag: str,
+        exchange: Exchange,
+        final: bool,
+        owned: bool,
+        name: str = "",
     ) -> None:
         self._check_usable()
         if group.waited:
@@ -268,7 +279,7 @@ class Communicator:
             error = RuntimeError(f"tag {tag!r} belongs to an earlier group that was not waited for yet")
             self._break(error)
             raise error
-        submission = Submission(tag, x, exchange, owned, group.is_next_final(final))
+        submission = Submission(tag, x, exchange, owned, group.is_next_final(final), name)
         try:
             engine.prepare(group, submission)
         except TargetError as error:
@@ -433,7 +444,8 @@ class Communicator:
         device = torch.empty(0, device=device).device  # "cuda" is the current device from now on
         group, requested, pipelined = self._group(), self._requested, self._pipelined
         with_settings = (requested, self._max_targets, self._timeout_s, pipelined)
-        engine, decision, facts = outside_memory_pools(device, lambda: bring_up(group, device, *with_settings))
+        with torch.inference_mode(False):
+            engine, decision, facts = outside_memory_pools(device, lambda: bring_up(group, device, *with_settings))
         self._engine, self._decision, self._facts, self._device = engine, decision, facts, device
         self._release = weakref.finalize(self, _release, engine, os.getpid())
 
@@ -458,10 +470,25 @@ class Communicator:
 
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._broken = _text_of(error)
             self._groups.clear()
             if self._engine is not None:
                 self._engine.abort(kind_of_error(error), self._broken)
+
+
+def _timeout_of_environment() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_S))
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{TIMEOUT_VARIABLE} is {text!r}, it must be a number of seconds") from None
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the peers must be told, whatever a user's exception does
+        return type(error).__name__
 
 
 def _release(engine: Engine, pid: int) -> None:

@@ -8,11 +8,13 @@ import torch
 import torch._inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from . import fx_nodes, fx_order, grouping, inductor_compat, inductor_lowering, inductor_order, ops
+from . import fx_nodes, fx_order, gradients, grouping, inductor_compat, inductor_lowering, inductor_order, layout, ops
 from .inductor_compat import CustomSchedulerPass
 
 _Model = TypeVar("_Model")
-_MODULES = (fx_nodes, fx_order, grouping, inductor_compat, inductor_lowering, inductor_order, ops)
+_MODULES = (
+    *(fx_nodes, fx_order, gradients, grouping, inductor_compat, inductor_lowering, inductor_order, layout, ops),
+)
 _UUID = get_hash_for_files((__file__, *(str(module.__file__) for module in _MODULES)))
 
 CUDA_GRAPHS = ("auto", "through", "around")

@@ -21,7 +21,7 @@ class Submission:
 
     __slots__ = ("differentiable", "digest", "exchange", "final", "owned", "state", "tag", "version", "x")
 
-    def __init__(self, tag: str, x: torch.Tensor, exchange: Exchange, owned: bool, final: bool) -> None:
+    def __init__(self, tag: str, x: torch.Tensor, exchange: Exchange, owned: bool, final: bool, name: str = "") -> None:
         self.tag = tag
         self.final = final
         self.x = x
@@ -30,7 +30,8 @@ class Submission:
         self.owned = owned or self.differentiable
         # A view counts the writes to all of its base: those to Q while V travels are none of V's.
         self.version = None if x.is_inference() or x._is_view() else x._version
-        self.digest = digest_of((tag, exchange.digest, x.dtype, self.owned, self.differentiable, final))
+        # Whether the result is lent is this rank's own affair.
+        self.digest = digest_of((tag, name, exchange.digest, x.dtype, self.differentiable, final))
         self.state: Any = None
 
     def release(self) -> None:

@@ -135,7 +135,7 @@ class C10dEngine:
 
     def _compare(self, digest: int, what: str) -> None:
         if self._device.type == "cpu":
-            own = torch.tensor([digest - (1 << 63)], dtype=torch.int64)
+            own = torch.tensor([digest - (1 << 63)], dtype=torch.int64, device="cpu")
             gathered = [torch.empty_like(own) for _ in range(self.world_size)]
             work = dist.all_gather(gathered, own, group=self._group(), async_op=True)
             assert work is not None

@@ -12,6 +12,8 @@ _MATRIX_PRODUCTS = (
     *("mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "convolution", "convolution_backward"),
     *("_int_mm", "_scaled_mm", "_scaled_grouped_mm", "_grouped_mm", "_weight_int8pack_mm", "linear", "matmul"),
 )
+_VARIES = ("sum", "clone", "_unsafe_view")
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 
 
@@ -41,6 +43,15 @@ def is_view(node: Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
+
+
+def costs(node: Node) -> bool:
+    """Whether the node counts as work when exchanges are ordered. Sums and copies do not: they are in the graph of one
+    rank and not in that of another, whose sequence has a single token, and the order has to be the same on both. Nor
+    do numbers, which are nodes only where shapes are dynamic."""
+    if is_view(node) or isinstance(node.meta.get("val"), _NUMBERS):
+        return False
+    return not (isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VARIES)
 
 
 def is_heavy(node: Node) -> bool:

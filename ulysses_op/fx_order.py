@@ -1,16 +1,16 @@
 """The order of a graph whose exchanges are submitted and waited for.
 
 NOTE [Order]: group by group, each submission is placed as soon as what it needs is there. Behind a group's last
-submission comes the work that the program has before it and that nothing so far has needed: it runs while the data
-travels. A wait_ is placed when the first use of a result is, and then behind everything else that this use needs. So
-nothing is put off for longer than until the next group, and the order follows from the graph alone.
+submission comes the work that the program has before it and that neither what is placed nor the next group needs: it
+runs while the data travels. A wait_ is placed when the first use of a result is, and then behind everything else that
+this use needs. So nothing is put off for longer than until the next group, and the order follows from the graph alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from torch.fx import Graph, Node
 
@@ -53,18 +53,27 @@ class _Order:
         for node in self.nodes:
             if node.op == "placeholder":
                 self.order[node] = None
-        for flight in self.flights:
+        for index, flight in enumerate(self.flights, 1):
             for submit in flight.submits:
                 self._place([submit])
             before = max(self.position[submit] for submit in flight.submits)
-            idle = [node for node in self.nodes[:before] if node not in self.order and node not in last]
             self.ranks.clear()
+            elsewhere = self.order.keys() | last | self._later(self.flights[index:])
+            idle = [node for node in self.nodes[:before] if node not in elsewhere]
             self._place([node for node in idle if self._rank(node) == 0])
         self._place([node for node in self.nodes if node not in last])
         for node in self.last:
             self._place([node])
         for earlier, node in pairwise(self.order):
             earlier.append(node)
+
+    def _later(self, flights: Sequence[Flight]) -> set[Node]:
+        """What keeps the order that it has as part of ``flights``: their submissions, and what these need if they are
+        next and need no wait.
+        """
+        submits = [submit for flight in flights for submit in flight.submits]
+        free = takewhile(lambda flight: not any(self._rank(submit) for submit in flight.submits), flights)
+        return {*submits, *self._missing([submit for flight in free for submit in flight.submits])}
 
     def _place(self, nodes: Sequence[Node]) -> None:
         """Place ``nodes`` and what they need, what needs the fewest waits first, each wait as late as possible."""

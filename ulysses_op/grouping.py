@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .fx_nodes import ancestors, descendants, is_heavy, is_view, write_inside
+from .fx_nodes import ancestors, costs, descendants, is_heavy, write_inside
 from .fx_order import Flight, reorder
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _own_work(members: Sequence[Node], closure: Callable[[list[Node]], set[Node]
     counts = []
     for index, own in enumerate(closures):
         others = set[Node]().union(*(other for i, other in enumerate(closures) if i != index))
-        counts.append(sum(not is_view(node) for node in own - others))
+        counts.append(sum(costs(node) for node in own - others))
     return counts
 
 
@@ -200,22 +200,29 @@ def _overload(op: Any, uncaptured: bool) -> Any:
 
 
 def _rewrite(graph: Graph, members: Sequence[Node], uncaptured: bool) -> Flight:
-    """Put submissions and a wait_ in place of functional exchanges."""
+    """Put submissions and a wait_ in place of functional exchanges. What is submitted has its last use in the wait_:
+    Inductor lets ops write in place to a value that is not used behind them.
+    """
     submit_op = _overload(torch.ops.ulysses_op.submit.default, uncaptured)
     wait_op = _overload(torch.ops.ulysses_op.wait_.default, uncaptured)
-    submits = []
+    submits, sources = [], [member.args[0] for member in members]
     for member in members:
         x, communicator, world_size, rank, heads, seq_lens, *replicas = member.args
         direction = "scatter_heads" if member.target is _SCATTER else "gather_heads"
         exchange = (x, communicator, world_size, rank, heads, seq_lens, bool(replicas and replicas[0]))
         with graph.inserting_before(member):
-            submit = graph.call_function(submit_op, (*exchange, direction, "", [], False))
+            submit = graph.call_function(submit_op, (*exchange, direction, "", [], member.name, False))
         submit.meta.update(member.meta)
         submits.append(submit)
     last = max(members, key=list(graph.nodes).index)
     with graph.inserting_after(last):
         # By name: torch.cond's lowering (2.12 to 2.14) takes a positional argument that is written for one tensor.
-        arguments = {"targets": submits, "sources": [], "communicator": members[0].args[1], "tags": []}
+        arguments: dict[str, Any] = {
+            "targets": submits,
+            "sources": sources,
+            "communicator": members[0].args[1],
+            "tags": [],
+        }
         wait = graph.call_function(wait_op, (), arguments)
     wait.meta["val"] = None
     for member, submit in zip(members, submits, strict=True):

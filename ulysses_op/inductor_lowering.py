@@ -39,6 +39,7 @@ def _register_wait(wait: Any) -> None:
     @register_lowering(wait, type_promotion_kind=None)
     def lower(targets: list[Any], sources: list[Any], communicator: str, tags: list[str]) -> Any:
         read = [_tensor_box(source) for target in targets for source in _sources_of(target)]
+        sources = sources if len(read) < len(targets) else []
         result = ir.FallbackKernel.create(wait, targets, [*sources, *read], communicator, tags)
         return pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, result)
 

@@ -40,7 +40,7 @@ def head_plan(num_q_heads: int, num_kv_heads: int, world_size: int) -> HeadPlan:
     Raises ValueError if a count is below 1 or num_q_heads is not a multiple of num_kv_heads.
     """
     for name, value in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads), ("world_size", world_size)):
-        if value < 1:
+        if operator.index(value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     group, rest = divmod(num_q_heads, num_kv_heads)
     if rest:

@@ -104,9 +104,10 @@ class OneSidedEngine:
                 target = self._targets.get(key, nbytes, in_use, self._quiesce)
             else:
                 self._compare(group, submission)
-                target = outside_memory_pools(
-                    self._device, lambda: self._targets.get(key, nbytes, in_use, self._quiesce)
-                )
+                with torch.inference_mode(False):  # targets outlive it
+                    target = outside_memory_pools(
+                        self._device, lambda: self._targets.get(key, nbytes, in_use, self._quiesce)
+                    )
         source = x.detach().resolve_conj().resolve_neg()
         if not _C.rows_dense(source.shape, source.stride()):
             source = source.contiguous()

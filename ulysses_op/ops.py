@@ -7,7 +7,8 @@ compile the same graph. ``heads`` is start and stop of each rank's heads, flatte
 
 ``scatter_heads`` and ``gather_heads`` are functional. ``submit`` starts either of them, as ``tag`` of a group of
 ``tags``, which are submitted in this order; ``wait_`` completes the group. The tensors that submit returned hold the
-results from wait_ on, and those submitted must not be written before it.
+results from wait_ on, and those submitted must not be written before it. ``name`` is that of the exchange in the
+program: ranks that give one tag to different exchanges get an error. Neither has a gradient.
 
 The overload ``uncaptured`` of each does the same, and tells Inductor to leave it out of CUDA graphs.
 
@@ -37,7 +38,7 @@ _ARGUMENTS = "Tensor x, str communicator, int world_size, int rank, int[] heads,
 _SCHEMAS = {
     "scatter_heads": f"({_ARGUMENTS}) -> Tensor",
     "gather_heads": f"({_ARGUMENTS}, bool replicas) -> Tensor",
-    "submit": f"({_ARGUMENTS}, bool replicas, str direction, str tag, str[] tags, bool lend) -> Tensor",
+    "submit": f"({_ARGUMENTS}, bool replicas, str direction, str tag, str[] tags, str name, bool lend) -> Tensor",
     "wait_": "(Tensor(a!)[] targets, Tensor[] sources, str communicator, str[] tags) -> ()",
 }
 _OVERLOADS = {"": (), ".uncaptured": (torch.Tag.cudagraph_unsafe,)}
@@ -102,6 +103,14 @@ def _check_world_size(communicator: Communicator, name: str, world_size: int) ->
         )
 
 
+def _check_no_gradient(op: str, tensors: Sequence[torch.Tensor]) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"{op} has no gradient, and a tensor that it was given requires one: use scatter_heads, gather_heads or a "
+            "group, or detach the tensor"
+        )
+
+
 def _scatter_kernel(
     x: torch.Tensor, communicator: str, world_size: int, rank: int, heads: Sequence[int], seq_lens: Sequence[int]
 ) -> torch.Tensor:
@@ -131,17 +140,20 @@ def _submit_kernel(
     direction: Any,
     tag: str,
     tags: Sequence[str],
+    name: str,
     lend: bool,
 ) -> torch.Tensor:
+    _check_no_gradient("submit", (x,))
     found = communicator_of(communicator, x.device)
     _check_world_size(found, communicator, world_size)
     plan, lens = _pairs(heads) or None, tuple(seq_lens) or None
-    return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, lend)
+    return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, lend)
 
 
 def _wait_kernel(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], communicator: str, tags: Sequence[str]
 ) -> None:
+    _check_no_gradient("wait_", (*targets, *sources))
     if len(targets) != len(tags):
         raise RuntimeError(f"wait_ was given {len(targets)} targets for the {len(tags)} tags {', '.join(tags)}")
     beside(communicator_of(communicator, targets[0].device)).wait(targets, tags)
@@ -225,8 +237,10 @@ def _submit_fake(
     direction: str,
     tag: str,
     tags: Sequence[str],
+    name: str,
     lend: bool,
 ) -> torch.Tensor:
+    _check_no_gradient("submit", (x,))
     if direction == "scatter_heads":
         return _scatter_fake(x, communicator, world_size, rank, heads, seq_lens)
     return _gather_fake(x, communicator, world_size, rank, heads, seq_lens, replicas)
@@ -235,7 +249,7 @@ def _submit_fake(
 def _wait_fake(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], communicator: str, tags: Sequence[str]
 ) -> None:
-    return None
+    _check_no_gradient("wait_", (*targets, *sources))
 
 
 for _name, _kernel, _fake in (
@@ -274,8 +288,9 @@ def _gather_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     return whole, None, None, None, None, None, None
 
 
-torch.library.register_autograd("ulysses_op::scatter_heads", _scatter_backward, setup_context=_keep, lib=_library)
-torch.library.register_autograd("ulysses_op::gather_heads", _gather_backward, setup_context=_keep, lib=_library)
+for _overload in _OVERLOADS:
+    for _name, _backward in (("scatter_heads", _scatter_backward), ("gather_heads", _gather_backward)):
+        torch.library.register_autograd(f"ulysses_op::{_name}{_overload}", _backward, setup_context=_keep, lib=_library)
 
 
 def _pairs(flat: Sequence[int]) -> HeadRanges:

@@ -61,7 +61,8 @@ def size_of(options: argparse.Namespace, device_type: str) -> Size:
     """The size that the arguments ask for, with the device's defaults. Raises LaunchError for one that cannot be."""
     default = DEFAULT_SIZES[device_type]
     grid = Grid(*options.grid) if options.grid else default.grid
-    hidden, num_heads = options.hidden or default.hidden, options.heads or default.num_heads
+    hidden = default.hidden if options.hidden is None else options.hidden
+    num_heads = default.num_heads if options.heads is None else options.heads
     if min(*grid, hidden, num_heads) < 1:
         raise LaunchError(f"the grid {tuple(grid)}, hidden {hidden} and heads {num_heads} must be positive")
     if hidden % (2 * num_heads):
