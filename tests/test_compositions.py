@@ -180,7 +180,7 @@ def run_other_passes(rank: int, world_size: int, how: str) -> tuple[list[int], i
 def test_composes_with_a_pass_that_is_there(pool: ranks.RankPool, how: str) -> None:
     """It runs once a graph, before this one."""
     answer = [3] * (2 if how == "several" else 1), CALLS * SUBMISSIONS
-    assert pool.run(run_other_passes, how, timeout_s=200) == [answer] * 2
+    assert pool.run(run_other_passes, how, timeout_s=250) == [answer] * 2
 
 
 # Ops that write in place.
@@ -234,7 +234,7 @@ def run_mutable_ops(rank: int, world_size: int, training: bool, second: bool) ->
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_mutable_ops_of_either_functionalization(pool: ranks.RankPool, training: bool, second: bool) -> None:
     wanted = [FORWARD, BACKWARD] if training else [FORWARD]
-    assert pool.run(run_mutable_ops, training, second, timeout_s=200) == [(wanted, True)] * 2
+    assert pool.run(run_mutable_ops, training, second, timeout_s=250) == [(wanted, True)] * 2
 
 
 def _index_put(x: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def run_write(rank: int, world_size: int, name: str, second: bool) -> list[int]:
     [("custom op", True), ("custom op", False), ("index_put", True), ("collective", True), ("input", True)],
 )
 def test_what_is_submitted_is_not_written_before_the_wait(pool: ranks.RankPool, name: str, second: bool) -> None:
-    assert pool.run(run_write, name, second, timeout_s=200) == [[2]] * 2
+    assert pool.run(run_write, name, second, timeout_s=250) == [[2]] * 2
 
 
 # Other compilers and modes.
@@ -306,12 +306,12 @@ def run_other_ways(rank: int, world_size: int, arguments: dict[str, Any], traini
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs"])
 def test_other_backends_run_the_ops_as_they_are(pool: ranks.RankPool, backend: str, training: bool) -> None:
-    assert pool.run(run_other_ways, {"backend": backend}, training) == [0] * 2
+    assert pool.run(run_other_ways, {"backend": backend}, training, timeout_s=250) == [0] * 2
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_modes(pool: ranks.RankPool, mode: str) -> None:
-    assert pool.run(run_other_ways, {"mode": mode}, False, timeout_s=200) == [CALLS * SUBMISSIONS] * 2
+    assert pool.run(run_other_ways, {"mode": mode}, False, timeout_s=250) == [CALLS * SUBMISSIONS] * 2
 
 
 def test_cuda_graphs_go_one_of_the_ways_there_are() -> None:
@@ -397,7 +397,7 @@ def run_among_eager_exchanges(rank: int, world_size: int) -> tuple[list[int], in
 
 def test_a_compiled_part_of_an_eager_model(pool: ranks.RankPool) -> None:
     answer = [FORWARD, BACKWARD], CALLS * 2 * 2 * SUBMISSIONS
-    assert pool.run(run_among_eager_exchanges, timeout_s=200) == [answer] * 2
+    assert pool.run(run_among_eager_exchanges, timeout_s=250) == [answer] * 2
 
 
 def run_two_models(rank: int, world_size: int) -> int:
@@ -415,7 +415,7 @@ def run_two_models(rank: int, world_size: int) -> int:
 
 
 def test_two_compiled_models_share_a_communicator(pool: ranks.RankPool) -> None:
-    assert pool.run(run_two_models, timeout_s=200) == [CALLS * 2 * 2 * SUBMISSIONS] * 2
+    assert pool.run(run_two_models, timeout_s=250) == [CALLS * 2 * 2 * SUBMISSIONS] * 2
 
 
 def run_two_communicators(rank: int, world_size: int, training: bool) -> list[list[str]]:
@@ -520,7 +520,7 @@ def run_in_context(rank: int, world_size: int, name: str, training: bool) -> tup
 def test_contexts(pool: ranks.RankPool, name: str, training: bool) -> None:
     once = [FORWARD, BACKWARD] if training else [FORWARD]
     answer = [*once, FORWARD, BACKWARD], CALLS * (3 + training) * SUBMISSIONS
-    assert pool.run(run_in_context, name, training, timeout_s=200) == [answer] * 2
+    assert pool.run(run_in_context, name, training, timeout_s=250) == [answer] * 2
 
 
 def run_compiled_autograd(rank: int, world_size: int) -> tuple[list[int], int]:
@@ -555,7 +555,7 @@ def run_compiled_autograd(rank: int, world_size: int) -> tuple[list[int], int]:
 
 def test_compiled_autograd(pool: ranks.RankPool) -> None:
     answer = [FORWARD, BACKWARD], CALLS * 2 * SUBMISSIONS
-    assert pool.run(run_compiled_autograd, timeout_s=200) == [answer] * 2
+    assert pool.run(run_compiled_autograd, timeout_s=250) == [answer] * 2
 
 
 def run_in_thread(rank: int, world_size: int) -> tuple[list[int], list[int]]:

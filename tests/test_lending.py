@@ -80,11 +80,11 @@ def run_exact(
 @pytest.mark.parametrize("backend", ["shm", "c10d"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bitwise_as_eager(world_size: int, backend: str) -> None:
-    answers = ranks.pool(world_size).run(run_exact, backend, "cpu", False, 200, timeout_s=120)
+    answers = ranks.pool(world_size).run(run_exact, backend, "cpu", False, 200, timeout_s=240)
     assert answers == [(backend, 0, LENT)] * world_size
 
 
 def test_lending_without_proof_is_found() -> None:
-    for backend, wrong, _ in ranks.pool(2).run(run_exact, "shm", "cpu", False, 3, True, timeout_s=120):
+    for backend, wrong, _ in ranks.pool(2).run(run_exact, "shm", "cpu", False, 3, True, timeout_s=240):
         assert backend == "shm"
         assert wrong > 0

@@ -365,8 +365,10 @@ def test_the_order_is_lost_where_nothing_keeps_it() -> None:
 
 @pytest.mark.parametrize(("name", "mode"), cases("same", CASES))
 def test_all_ranks_run_the_same_code(name: str, mode: str) -> None:
-    """Where their shapes differ, the same exchanges at least, with the pass."""
+    """Where their shapes differ, the same exchanges at least, with the pass; and those of the same names."""
     found = compiled(name, mode)
+    for variant in (PASS, PASS + ADVERSE):
+        assert all(of_rank[variant].groups == found[0][variant].groups for of_rank in found), variant
     alike = BLOCKS[name]().is_alike(2)
     for variant in VARIANTS if alike else (PASS, PASS + ADVERSE):
         codes = [[wrapper.events for wrapper in of_rank[variant].wrappers] for of_rank in found]
