@@ -6,7 +6,7 @@ that Inductor would keep it for, while the peers wait for it. So the functional 
 NOTE [Sources live until the wait]: between a submission and its wait_ the input is still being read, which nothing in
 the data says. Inductor gives a dead buffer's memory to the next one, so each wait_ takes what its submissions read as
 operands. They have to be the very buffers: a value that is used twice may be materialized twice. So they are looked
-up here, where buffers exist, and not in the graph.
+up here, where buffers exist, and take the place of the graph's own sources, which are for passes over the graph.
 """
 
 from __future__ import annotations
