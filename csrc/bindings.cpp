@@ -68,6 +68,11 @@ void bind_copy_plan(py::module_& m) {
   py::class_<CopyPlan, std::shared_ptr<CopyPlan>>(m, "CopyPlan")
       .def_readonly("copies", &CopyPlan::copies)
       .def_readonly("own", &CopyPlan::own);
+  py::class_<Route, std::shared_ptr<Route>>(m, "Route")
+      .def(py::init([](const CopyPlan& plan, std::vector<uintptr_t> targets) {
+             return std::make_shared<Route>(Route{plan, std::move(targets)});
+           }),
+           py::arg("plan"), py::arg("targets"));
   m.def("make_copy_plan", &plan_copies, py::arg("direction"), py::arg("shape"), py::arg("strides"), py::arg("itemsize"),
         py::arg("heads"), py::arg("seq_lens"), py::arg("rank"));
   m.def("rows_dense", &rows_dense, py::arg("shape"), py::arg("strides"));
@@ -121,10 +126,10 @@ void bind_shared_memory(py::module_& m) {
       .def("begin", &ShmTransport::begin, py::arg("ready"))
       .def(
           "put",
-          [](ShmTransport& self, std::shared_ptr<CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets) {
-            self.put(std::move(plan), source, std::move(targets));
+          [](ShmTransport& self, std::shared_ptr<Route> route, uintptr_t source) {
+            self.put(std::move(route), source);
           },
-          py::arg("plan"), py::arg("source"), py::arg("targets"))
+          py::arg("route"), py::arg("source"))
       .def("end", &ShmTransport::end, py::arg("done"))
       .def(
           "wait",
@@ -175,8 +180,8 @@ void bind_cuda(py::module_& m) {
       .def("capture_id", &CudaTransport::capture_id, py::arg("stream"))
       .def("begin", &CudaTransport::begin, py::arg("ready"), py::arg("stream"), py::arg("readers"),
            py::arg("capturing"), Release())
-      .def("put", &CudaTransport::put, py::arg("plan"), py::arg("source"), py::arg("targets"), py::arg("own_target"),
-           py::arg("stream"), py::arg("capturing"), Release())
+      .def("put", &CudaTransport::put, py::arg("route"), py::arg("source"), py::arg("own_target"), py::arg("stream"),
+           py::arg("capturing"), Release())
       .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"), Release())
       .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("number"), py::arg("capturing"), Release())
       .def("failure", &CudaTransport::failure)

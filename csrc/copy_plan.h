@@ -49,6 +49,12 @@ struct CopyPlan {
   std::vector<PitchedCopy> own;     ///< the rank's own slice, into its own target
 };
 
+/// A plan, and where each rank's target lies in this process.
+struct Route {
+  CopyPlan plan;
+  std::vector<uintptr_t> targets;
+};
+
 /// Whether pitched copies can read the tensor: each (H, D) row is dense, and rows that follow each other along S do
 /// not overlap. `strides` are in elements. Sizes of 1 make a stride irrelevant; an empty tensor is dense.
 bool rows_dense(const Dims& shape, const Dims& strides);

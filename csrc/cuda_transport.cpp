@@ -1,5 +1,6 @@
 #include "cuda_transport.h"
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <utility>
@@ -139,9 +140,9 @@ CudaTransport::~CudaTransport() {
   if (!shutdown(0)) stop();
 }
 
-void CudaTransport::join(CUstream waiter, CUstream stream, CUevent event) {
+void CudaTransport::join(std::initializer_list<CUstream> waiters, CUstream stream, CUevent event) {
   ULYSSES_CUDA(cuEventRecord, event, stream);
-  ULYSSES_CUDA(cuStreamWaitEvent, waiter, event, 0);
+  for (CUstream waiter : waiters) ULYSSES_CUDA(cuStreamWaitEvent, waiter, event, 0);
 }
 
 uint64_t CudaTransport::capture_id(uintptr_t stream) const {
@@ -156,36 +157,28 @@ uint64_t CudaTransport::capture_id(uintptr_t stream) const {
 void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing) {
   CudaContextGuard guard(context_);
   if (capturing) captured_.store(true);
-  // The host may run ahead, but not without limit: every group in flight holds an event.
-  while (!capturing && !failed_.load()) {
+  // The host may run ahead, but not without limit: every group in flight holds two events.
+  while (!capturing && !failed_.load() && in_flight() >= kMaxInFlight) {
     retire_completed();
-    {
-      std::lock_guard lock(mutex_);
-      if (in_flight_.size() < kMaxInFlight) break;
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (in_flight() >= kMaxInFlight) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   CUevent event = capturing ? captured_input_ready_ : input_ready_;
-  join(copy_stream_, stream_of(stream), event);
-  for (uintptr_t reader : readers) join(copy_stream_, stream_of(reader), event);
-  if (!readers.empty()) {
-    // Own slices overwrite the targets too.
-    for (uintptr_t reader : readers) join(own_stream_, stream_of(reader), event);
-  }
+  // Own slices overwrite the targets too.
+  for (uintptr_t reader : readers) join({copy_stream_, own_stream_}, stream_of(reader), event);
+  join({copy_stream_, own_stream_}, stream_of(stream), event);
+  joined_ = stream;
   if (!skip_ready_) handshake(Signal::kReady, ready);
 }
 
-void CudaTransport::put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets,
-                        uintptr_t own_target, uintptr_t stream, bool capturing) {
+void CudaTransport::put(const Route& route, uintptr_t source, uintptr_t own_target, uintptr_t stream, bool capturing) {
   CudaContextGuard guard(context_);
   CUevent event = capturing ? captured_input_ready_ : input_ready_;
-  ULYSSES_CUDA(cuEventRecord, event, stream_of(stream));
-  ULYSSES_CUDA(cuStreamWaitEvent, copy_stream_, event, 0);
-  ULYSSES_CUDA(cuStreamWaitEvent, own_stream_, event, 0);
-  for (const PitchedCopy& copy : plan.copies)
-    copy_slice(copy, source, targets[static_cast<size_t>(copy.peer)], copy_stream_);
+  if (joined_ != stream) join({copy_stream_, own_stream_}, stream_of(stream), event);
+  joined_.reset();
+  for (const PitchedCopy& copy : route.plan.copies)
+    copy_slice(copy, source, route.targets[static_cast<size_t>(copy.peer)], copy_stream_);
   if (own_target == 0) return;
-  for (const PitchedCopy& copy : plan.own) copy_slice(copy, source, own_target, own_stream_);
+  for (const PitchedCopy& copy : route.plan.own) copy_slice(copy, source, own_target, own_stream_);
 }
 
 uint64_t CudaTransport::end(uint64_t done, bool capturing) {
@@ -210,9 +203,9 @@ void CudaTransport::wait(uintptr_t stream, uint64_t number, bool capturing) {
   if (capturing) return wait_for(captured_ends_[number % kMaxUnwaited]);
   // Under the lock, since a retired group's events are recorded again by others. One that is not found is complete.
   std::lock_guard lock(mutex_);
-  for (const InFlight& group : in_flight_) {
-    if (group.number == number) return wait_for(group.ends);
-  }
+  const auto group = std::find_if(in_flight_.rbegin(), in_flight_.rend(),
+                                  [number](const InFlight& each) { return each.number == number; });
+  if (group != in_flight_.rend()) wait_for(group->ends);
 }
 
 void CudaTransport::handshake(Signal signal, uint64_t value) {
@@ -247,6 +240,11 @@ CUevent CudaTransport::take_event() {
     }
   }
   return create_event();
+}
+
+size_t CudaTransport::in_flight() const {
+  std::lock_guard lock(mutex_);
+  return in_flight_.size();
 }
 
 void CudaTransport::retire_completed() {

@@ -22,9 +22,11 @@ namespace ulysses {
 
 // One rank's copy stream. All commands are enqueued and return at once, except where too many groups are in flight.
 //
-//   begin(r)   the copy stream waits for everything on the caller's stream so far (so also for the last readers of the
-//   targets), then READY put        it waits for the caller's stream again (the input is ready), then one pitched copy
-//   a peer end(d)     DONE wait(g)    a stream waits for group g's end and for its own slices
+// begin(r): the copy stream waits for everything on the caller's stream so far, so also for the last readers of the
+// targets, then READY.
+// put: it waits for the caller's stream again, since that makes the input, then one pitched copy a peer.
+// end(d): DONE.
+// wait(g): a stream waits for group g's end and for its own slices.
 //
 // READY and DONE each are one batch of stream memory operations: publish the value in every peer's slot, wait until
 // every own slot EQUALS it, set those to 0. The values are constants of the call site, so that captured groups can be
@@ -60,8 +62,7 @@ class CudaTransport {
   // `readers` are further streams on which earlier results may still be read.
   void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing);
   // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream.
-  void put(const CopyPlan& plan, uintptr_t source, const std::vector<uintptr_t>& targets, uintptr_t own_target,
-           uintptr_t stream, bool capturing);
+  void put(const Route& route, uintptr_t source, uintptr_t own_target, uintptr_t stream, bool capturing);
   // The number of the group that ends. Later groups may begin before it is waited for, kMaxUnwaited at most.
   uint64_t end(uint64_t done, bool capturing);
   void wait(uintptr_t stream, uint64_t number, bool capturing);
@@ -87,8 +88,10 @@ class CudaTransport {
   };
   struct PadImage;
 
-  void join(CUstream waiter, CUstream stream, CUevent event);
+  // Makes the waiters stand behind what is on `stream` now.
+  void join(std::initializer_list<CUstream> waiters, CUstream stream, CUevent event);
   void handshake(Signal signal, uint64_t value);
+  size_t in_flight() const;
   void retire_completed();  // pops completed groups
   bool queues_empty() const;
   CUevent take_event();
@@ -111,7 +114,8 @@ class CudaTransport {
   CUstream copy_stream_ = nullptr;
   CUstream own_stream_ = nullptr;
   CUstream watch_stream_ = nullptr;
-  CUevent input_ready_ = nullptr;  // re-recorded by every put; a wait keeps what it saw
+  CUevent input_ready_ = nullptr;    // re-recorded by every join; a wait keeps what it saw
+  std::optional<uintptr_t> joined_;  // the stream that a begin has joined, for the put right behind it
   // Captured events cannot be queried or waited for outside, so they are apart.
   CUevent captured_input_ready_ = nullptr;
   std::array<Ends, kMaxUnwaited> captured_ends_{};  // by group number; a wait keeps what it saw

@@ -37,12 +37,12 @@ void ShmTransport::begin(uint64_t ready) {
   if (!skip_ready_) enqueue({[this, ready] { handshake(Signal::kReady, ready); }, false});
 }
 
-void ShmTransport::put(std::shared_ptr<const CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets) {
-  const auto copy_all = [this, plan = std::move(plan), source, targets = std::move(targets)] {
-    for (const PitchedCopy& copy : plan->copies) {
+void ShmTransport::put(std::shared_ptr<const Route> route, uintptr_t source) {
+  const auto copy_all = [this, route = std::move(route), source] {
+    for (const PitchedCopy& copy : route->plan.copies) {
       if (dropping_.load(std::memory_order_relaxed)) return;
       copy_rows(copy, reinterpret_cast<const char*>(source),
-                reinterpret_cast<char*>(targets[static_cast<size_t>(copy.peer)]));
+                reinterpret_cast<char*>(route->targets[static_cast<size_t>(copy.peer)]));
     }
   };
   enqueue({copy_all, false});

@@ -33,9 +33,8 @@ class ShmTransport {
   ShmTransport& operator=(const ShmTransport&) = delete;
 
   void begin(uint64_t ready);
-  // `targets` holds, for each rank, the address of its target in this process. The source must stay valid until
-  // wait_for() returns true for the group.
-  void put(std::shared_ptr<const CopyPlan> plan, uintptr_t source, std::vector<uintptr_t> targets);
+  // The source must stay valid until wait_for() returns true for the group.
+  void put(std::shared_ptr<const Route> route, uintptr_t source);
   // The number of the group that ends. Later groups may begin before it is waited for.
   uint64_t end(uint64_t done);
   // True once the group of that number, and all before it, have ended; false after timeout_s.

@@ -53,7 +53,7 @@ class AsyncExchange:
         group = self._open
         if group is None:
             group = self._open = ExchangeGroup(communicator, tags)
-        elif group.tags != tuple(tags) or tag in group.submitted_tags():
+        elif group.tags != tuple(tags) or group.has(tag):
             self._open = None
             error = RuntimeError(
                 f"tag {tag!r} is submitted while the group of {group.describe()} is still open: the code that began it "

@@ -273,9 +273,10 @@ class Communicator:
                 f"the tensor is on {x.device}, but this communicator exchanges tensors on "
                 f"{self._device}: use one communicator a device"
             )
-        if group not in self._groups:
+        begins = group not in self._groups
+        if begins:
             self._begin(engine, tag)
-        elif any(tag in other.submitted_tags() for other in self._groups if other is not group):
+        elif len(self._groups) > 1 and any(other.has(tag) for other in self._groups if other is not group):
             error = RuntimeError(f"tag {tag!r} belongs to an earlier group that was not waited for yet")
             self._break(error)
             raise error
@@ -291,12 +292,12 @@ class Communicator:
             if group.submissions or isinstance(error, BrokenCommunicatorError) or not isinstance(error, Exception):
                 self._break(error)
             raise
-        if group not in self._groups:
-            self._groups.append(group)
         try:
-            engine.check(group)
+            if begins:
+                self._groups.append(group)
+                engine.check(group)
             engine.submit(group, submission)
-            group.submissions.append(submission)
+            group.add(submission)
             if submission.final:
                 group.final = True
                 engine.finish(group)
@@ -310,9 +311,9 @@ class Communicator:
             raise RuntimeError("wait() was called already: a group is waited for once")
         if group not in self._groups or not group.submissions:
             raise RuntimeError("wait() on a group to which nothing was submitted, or that a later group has replaced")
-        by_tag = {submission.tag: i for i, submission in enumerate(group.submissions)}
-        wanted = tags or group.tags or tuple(by_tag)
-        missing = [tag for tag in wanted if tag not in by_tag]
+        submitted = group.submitted_tags()
+        wanted = tags or group.tags or submitted
+        missing = [tag for tag in wanted if tag not in submitted]
         if missing:
             raise RuntimeError(f"wait() for tags {missing} that were not submitted; submitted are {group.describe()}")
         for submission in group.submissions:
@@ -332,7 +333,7 @@ class Communicator:
         results = self._differentiable(group, results)
         for submission in group.submissions:
             submission.release()
-        return tuple(results[by_tag[tag]] for tag in wanted)
+        return tuple(results[submitted.index(tag)] for tag in wanted)
 
     def _leave(self, group: ExchangeGroup, error: BaseException | None) -> None:
         """The end of the with-block. Results may still be waited for after it, until the next group begins."""
@@ -355,7 +356,7 @@ class Communicator:
                     "communicator"
                 )
         full = len(self._groups) >= MAX_UNWAITED
-        lost = [group for group in self._groups if not self._pipelined or full or tag in group.submitted_tags()]
+        lost = [group for group in self._groups if not self._pipelined or full or group.has(tag)]
         for group in lost:
             self._abandon(engine, group)
         if lost:

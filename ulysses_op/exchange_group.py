@@ -105,6 +105,7 @@ class ExchangeGroup:
         self._communicator = communicator
         self.tags = tuple(tags)
         self.submissions: list[Submission] = []
+        self._taken: set[str] = set()
         self._traced: dict[str, torch.Tensor] = {}  # under torch.compile: an op for each tag
         self.final = False
         self.waited = False
@@ -152,7 +153,7 @@ class ExchangeGroup:
         return self._communicator._wait(self, tags)
 
     def _tag(self, tag: str | None) -> str:
-        taken = self._traced.keys() or {submission.tag for submission in self.submissions}
+        taken = self._traced or self._taken
         if tag is None:
             left = [name for name in self.tags if name not in taken]
             tag = left[0] if left else str(len(taken))
@@ -161,6 +162,14 @@ class ExchangeGroup:
         if tag in taken:
             raise RuntimeError(f"tag {tag!r} was submitted to this group already: each tag is submitted once a group")
         return tag
+
+    def add(self, submission: Submission) -> None:
+        self.submissions.append(submission)
+        self._taken.add(submission.tag)
+
+    def has(self, tag: str) -> bool:
+        """Whether ``tag`` was submitted."""
+        return tag in self._taken
 
     def is_next_final(self, final: bool) -> bool:
         """Whether the next submission is the last one."""

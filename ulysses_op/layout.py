@@ -128,7 +128,7 @@ class Exchange:
             return (self.batch, self.seq_global, self.head_count(rank), self.head_dim)
         return (self.batch, self.seq_lens[rank], self.head_slot(self.world_size), self.head_dim)
 
-    @property
+    @cached_property
     def max_output_numel(self) -> int:
         """Elements of the largest output of any rank: the capacity that every target needs."""
         seq, heads = (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from . import _C
 from .rendezvous import Channel
-from .torch_compat import tensor_at
+from .torch_compat import Shaped
 
 _GRANULE_BYTES = {"cpu": 4096, "cuda": 2 << 20}
 
@@ -27,9 +27,8 @@ class PeerBuffer:
     addresses: list[int]
     owner: object
 
-    @property
-    def nbytes(self) -> int:
-        return self.base.numel()
+    def __post_init__(self) -> None:
+        self.nbytes = self.base.numel()
 
 
 class Mapping(Protocol):
@@ -148,7 +147,7 @@ class CudaIpc:
 
         handles = self._channel.gather_results(f"allocating {size} bytes of device memory", create)
         self._channel.vote("opening CUDA IPC handles", open_peers)
-        base = tensor_at(own[0].address, size, (size,), torch.uint8, self._device)
+        base, _ = Shaped((size,), torch.uint8, self._device).at(own[0].address)
         return PeerBuffer(base, addresses, _CudaIpcOwner(own[0], mappings))
 
     def release(self, buffers: list[PeerBuffer]) -> None:

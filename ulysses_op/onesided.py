@@ -12,13 +12,13 @@ import torch
 from . import _C
 from .errors import BrokenCommunicatorError, MismatchError, error_of_kind
 from .exchange_group import ExchangeGroup, Submission
-from .layout import Exchange
 from .loans import LoanKey, Loans
 from .mapping import Mapping, PeerBuffer, cuda_context
 from .memory_pools import outside_memory_pools
 from .rendezvous import Channel
+from .routes import Route, Routes
 from .targets import TargetCache, TargetKey
-from .torch_compat import current_stream_handle, tensor_at
+from .torch_compat import current_stream_handle
 
 _test_skip: frozenset[str] = frozenset()
 """Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
@@ -60,10 +60,10 @@ class OneSidedEngine:
         self._transport: Any = None
         self._targets = TargetCache(mapping, max_targets)
         self._loans = Loans(device)
-        self._plans: dict[tuple[Exchange, tuple[int, ...], int], _C.CopyPlan] = {}
+        self._routes = Routes(channel.rank)
         self._capture_id = 0
         # Streams on which results of a tag may be read: its target is not written again before they get there.
-        self._readers: dict[LoanKey, dict[int, torch.cuda.Stream]] = {}
+        self._readers: dict[LoanKey, set[int]] = {}
         self._pipelined = pipelined
         self._unwaited: list[ExchangeGroup] = []  # finished, neither delivered nor abandoned
         self._last_number = 0
@@ -90,28 +90,25 @@ class OneSidedEngine:
                 self._capture_id = self._transport.capture_id(current_stream_handle(self._device))
             group.captured = self._capture_id != 0
             group.state = _GroupInTransit()
-        exchange, x = submission.exchange, submission.x
-        key = _key(submission)
-        nbytes = exchange.max_output_numel * x.element_size()
+        route = self._routes.find(submission.tag, submission.exchange, submission.x)
+        target = self._target_of(group, submission, route)
+        submission.state = _InTransit(route, route.source(submission.x), target)
+
+    def _target_of(self, group: ExchangeGroup, submission: Submission, route: Route) -> PeerBuffer:
+        key, nbytes = route.key, route.nbytes
         if self._capture_id:
             scope = _ALL_CAPTURES if self._pipelined else self._capture_id
             target, taken = self._targets.pinned(scope, key, nbytes)
             if taken:
                 self._end([(0, key.tag)], "its target now belongs to a CUDA graph")
-        else:
-            in_use = [_key(s) for other in (group, *self._unwaited) for s in other.submissions]
-            if self._targets.holds(key, nbytes):
-                target = self._targets.get(key, nbytes, in_use, self._quiesce)
-            else:
-                self._compare(group, submission)
-                with torch.inference_mode(False):  # targets outlive it
-                    target = outside_memory_pools(
-                        self._device, lambda: self._targets.get(key, nbytes, in_use, self._quiesce)
-                    )
-        source = x.detach().resolve_conj().resolve_neg()
-        if not _C.rows_dense(source.shape, source.stride()):
-            source = source.contiguous()
-        submission.state = _InTransit(target, source, self._plan(exchange, source))
+            return target
+        found = self._targets.find(key, nbytes)
+        if found is not None:
+            return found
+        self._compare(group, submission)
+        in_use = [s.state.route.key for other in (group, *self._unwaited) for s in other.submissions]
+        with torch.inference_mode(False):  # targets outlive it
+            return outside_memory_pools(self._device, lambda: self._targets.get(key, nbytes, in_use, self._quiesce))
 
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
         state: _InTransit = submission.state
@@ -119,33 +116,34 @@ class OneSidedEngine:
         if first:
             self._unfinished = True
             if self._poison:
-                self._poison_targets(group, submission)
+                self._poison_targets(group, state.route.key)
+        route, source = state.route.into(state.target), state.source.data_ptr()
         if not self._cuda:
+            state.result = self._result(submission)
             if first:
                 self._transport.begin(group.ready_digest(submission))
-            state.result = self._result(submission)
-            self._transport.put(state.plan, state.source.data_ptr(), state.target.addresses)
+            self._transport.put(route, source)
             return
         stream = current_stream_handle(self._device)
+        readers = self._end_loans(group, stream) if first else ()
+        state.result = self._result(submission)
         if first:
-            readers = self._end_loans(group, stream)
             self._transport.begin(group.ready_digest(submission), stream, readers, group.captured)
         group.state.streams.add(stream)
-        state.result = self._result(submission)
-        source, result = state.source.data_ptr(), state.result.data_ptr()
-        self._transport.put(state.plan, source, state.target.addresses, result, stream, group.captured)
+        self._transport.put(route, source, state.result.data_ptr(), stream, group.captured)
 
     def _result(self, submission: Submission) -> torch.Tensor:
         """Where the result will be: in memory of its own, or in the target."""
         state: _InTransit = submission.state
-        shape, dtype = submission.exchange.output_shape(self.rank), state.source.dtype
+        shape, dtype = state.route.shape, state.route.key.dtype
         state.lent = not submission.owned and (self._pipelined or self._loans.possible)
         if not state.lent:
             return torch.empty(shape, dtype=dtype, device=self._device)
-        if not self._pipelined:
-            return self._loans.lend((self._capture_id, submission.tag), state.target, self.rank, shape, dtype)
         if self._cuda:
-            return tensor_at(state.target.addresses[self.rank], state.target.nbytes, shape, dtype, self._device)
+            result, storage = state.route.view_of(state.target)
+            if not self._pipelined:
+                self._loans.open((self._capture_id, submission.tag), storage)
+            return result
         nbytes = math.prod(shape) * dtype.itemsize
         return state.target.base[:nbytes].view(dtype).view(shape)
 
@@ -207,31 +205,13 @@ class OneSidedEngine:
                 f"tag, shape, dtype, plan or need of a gradient than {submission.tag!r}, {submission.exchange}"
             )
 
-    def _plan(self, exchange: Exchange, source: torch.Tensor) -> _C.CopyPlan:
-        # The stride of a dimension of size 1 may be anything, and means nothing.
-        strides = tuple(0 if n == 1 else step for n, step in zip(source.shape, source.stride(), strict=True))
-        key = (exchange, strides, source.element_size())
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= 1024:
-                self._plans.clear()
-            plan = self._plans[key] = _C.make_copy_plan(
-                exchange.direction,
-                source.shape,
-                strides,
-                source.element_size(),
-                exchange.heads,
-                exchange.seq_lens,
-                self.rank,
-            )
-        return plan
-
     def _end_loans(self, group: ExchangeGroup, stream: int) -> list[int]:
         """End the loans that the group's targets are under; the streams that READY has to stand behind."""
         here = self._capture_id
-        keys = {key for key in (*self._loans.keys(), *self._readers) if key[0] == here}
         if group.tags:
-            keys &= {(here, tag) for tag in group.tags}
+            keys = [(here, tag) for tag in group.tags]
+        else:
+            keys = list({key for key in (*self._loans.keys(), *self._readers) if key[0] == here})
         readers = self._end(keys, "a later group of the same communicator has begun")
         readers.discard(stream)
         return list(readers)
@@ -243,18 +223,19 @@ class OneSidedEngine:
 
     def _deliver_cuda(self, group: ExchangeGroup) -> list[torch.Tensor]:
         self._await(group)
-        stream = torch.cuda.current_stream(self._device)
+        stream = current_stream_handle(self._device)
+        elsewhere = group.state.streams != {stream}
         differentiable = any(submission.differentiable for submission in group.submissions)
         results = []
         for submission in group.submissions:
             state: _InTransit = submission.state
-            self._readers.setdefault((self._capture_id, submission.tag), {})[stream.cuda_stream] = stream
-            if group.state.streams != {stream.cuda_stream}:
+            self._readers.setdefault((self._capture_id, submission.tag), set()).add(stream)
+            if elsewhere:
                 # The caller's stream orders the reuse of the inputs' memory only where it is the one that waits.
                 state.source.record_stream(self._copy_stream)
                 state.source.record_stream(self._own_stream)
                 if not state.lent:
-                    state.result.record_stream(stream)
+                    state.result.record_stream(torch.cuda.current_stream(self._device))
             result = state.result
             if not state.lent:
                 self._copy_out(submission, result)
@@ -293,9 +274,9 @@ class OneSidedEngine:
         else:
             self._transport.wait(self._last_number)
 
-    def _poison_targets(self, group: ExchangeGroup, first: Submission) -> None:
+    def _poison_targets(self, group: ExchangeGroup, first: TargetKey) -> None:
         """Fill the targets that the group names, of its first submission's kind, or that submission's own."""
-        opened = {_key(first)._replace(tag=tag) for tag in (*group.tags, first.tag)}
+        opened = {first._replace(tag=tag) for tag in (*group.tags, first.tag)}
         for key, target in self._targets.all():
             if key in opened:
                 target.base.fill_(0xFF)
@@ -312,21 +293,17 @@ class _GroupInTransit:
         self.streams: set[int] = set()
 
 
-def _key(submission: Submission) -> TargetKey:
-    return TargetKey(submission.tag, submission.exchange.direction, submission.x.dtype)
-
-
 class _InTransit:
-    """A submission between submit and wait. ``source`` is the input, or a copy of it whose rows are dense."""
+    """A submission between submit and wait. ``source`` is the input, or a copy of it that copies can read."""
 
-    __slots__ = ("lent", "plan", "result", "source", "target")
+    __slots__ = ("lent", "result", "route", "source", "target")
 
     result: torch.Tensor  # from submit on
 
-    def __init__(self, target: PeerBuffer, source: torch.Tensor, plan: _C.CopyPlan) -> None:
-        self.target = target
+    def __init__(self, route: Route, source: torch.Tensor, target: PeerBuffer) -> None:
+        self.route = route
         self.source = source
-        self.plan = plan
+        self.target = target
         self.lent = False
 
 

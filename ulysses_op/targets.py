@@ -34,10 +34,13 @@ class TargetCache:
         self._targets: OrderedDict[TargetKey, PeerBuffer] = OrderedDict()
         self._pinned: dict[tuple[int, TargetKey], list[PeerBuffer]] = {}
 
-    def holds(self, key: TargetKey, nbytes: int) -> bool:
-        """Whether :meth:`get` finds what it is asked for, and so involves no other rank."""
+    def find(self, key: TargetKey, nbytes: int) -> PeerBuffer | None:
+        """The target of ``key`` if it is there and has room for ``nbytes``. Involves no other rank."""
         target = self._targets.get(key)
-        return target is not None and target.nbytes >= nbytes
+        if target is None or target.nbytes < nbytes:
+            return None
+        self._targets.move_to_end(key)
+        return target
 
     def get(
         self,
@@ -53,9 +56,9 @@ class TargetCache:
         ``in_use`` are the keys of the group that is open: they are not evicted. Raises TargetError on every rank when
         one cannot allocate or map; the cache then is as it was before.
         """
-        if self.holds(key, nbytes):
-            self._targets.move_to_end(key)
-            return self._targets[key]
+        found = self.find(key, nbytes)
+        if found is not None:
+            return found
         leaving = [key] if key in self._targets else self._to_evict(key, in_use)
         if leaving:
             quiesce(leaving)
@@ -75,7 +78,7 @@ class TargetCache:
         for target in pinned:
             if target.nbytes >= nbytes:
                 return target, False
-        if not self.holds(key, nbytes):
+        if self.find(key, nbytes) is None:
             raise RuntimeError(
                 f"no target of {nbytes} bytes for tag {key.tag!r} ({key.direction}, {key.dtype}) is there to be "
                 "captured: run the same group with these shapes once, outside of the capture and before each capture"

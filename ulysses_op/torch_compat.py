@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,12 +50,28 @@ def invalidate_storage(storage: torch.UntypedStorage, message: str) -> None:
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
 
 
-def tensor_at(
-    address: int, nbytes: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A contiguous tensor on memory that somebody else owns, with a storage of its own."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload]
+class Shaped:
+    """How contiguous tensors of one shape are made on memory that somebody else owns. On CUDA only: there it costs a
+    third of an empty tensor's set_()."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        self._device = device
+        self._nbytes = math.prod(shape) * dtype.itemsize
+        self._metadata = {
+            "nbytes": self._nbytes,
+            "size": tuple(shape),
+            "stride": tuple(strides),
+            "dtype": dtype,
+            "device": device,
+            "storage_offset": 0,
+        }
+
+    def at(self, address: int) -> tuple[torch.Tensor, torch.UntypedStorage]:
+        """A tensor there, and its storage, which is its own."""
+        storage: Any = torch._C._construct_storage_from_data_pointer(address, self._device, self._nbytes)
+        tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(self._metadata, storage)
+        return tensor, storage
 
 
 def stops_recomputation(error: BaseException) -> bool:

@@ -1,0 +1,79 @@
+"""From a tensor that is exchanged to the copies that move it: worked out once for all that are laid out alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from . import _C
+from .layout import Exchange
+from .mapping import PeerBuffer
+from .targets import TargetKey
+from .torch_compat import Shaped
+
+_MAX_KEPT = 1024
+
+
+class Route:
+    """How tensors of one layout get into the targets of one tag."""
+
+    __slots__ = ("_addresses", "_in_place", "_plan", "_rank", "_route", "_shaped", "key", "nbytes", "shape")
+
+    def __init__(self, tag: str, exchange: Exchange, x: torch.Tensor, rank: int) -> None:
+        self.key = TargetKey(tag, exchange.direction, x.dtype)
+        self.nbytes = exchange.max_output_numel * x.element_size()
+        """Room that every rank's target needs."""
+        self.shape = exchange.output_shape(rank)
+        """Of this rank's result."""
+        self._rank = rank
+        self._shaped = Shaped(self.shape, x.dtype, x.device)
+        self._in_place = _C.rows_dense(x.shape, x.stride()) and not _is_lazy(x)
+        # Those of dimensions of size 1 may be anything, and mean nothing.
+        strides = [
+            0 if size == 1 else step if self._in_place else math.prod(x.shape[i + 1 :])
+            for i, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True))
+        ]
+        self._plan = _C.make_copy_plan(
+            exchange.direction, x.shape, strides, x.element_size(), exchange.heads, exchange.seq_lens, rank
+        )
+        self._addresses: list[int] | None = None
+        self._route: Any = None
+
+    def view_of(self, target: PeerBuffer) -> tuple[torch.Tensor, torch.UntypedStorage]:
+        """The result as a tensor on this rank's target, and its storage. On CUDA only."""
+        return self._shaped.at(target.addresses[self._rank])
+
+    def source(self, x: torch.Tensor) -> torch.Tensor:
+        """What the copies read: ``x`` where it lies, or a contiguous copy of it."""
+        return x if self._in_place else x.detach().resolve_conj().resolve_neg().contiguous()
+
+    def into(self, target: PeerBuffer) -> _C.Route:
+        """The copies into ``target``."""
+        if self._addresses is not target.addresses:  # the target itself must be free to go
+            self._addresses, self._route = target.addresses, _C.Route(self._plan, target.addresses)
+        route: _C.Route = self._route
+        return route
+
+
+class Routes:
+    """The routes of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._kept: dict[Any, Route] = {}
+
+    def find(self, tag: str, exchange: Exchange, x: torch.Tensor) -> Route:
+        key = (tag, exchange, x.stride(), x.dtype, _is_lazy(x))
+        route = self._kept.get(key)
+        if route is None:
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            route = self._kept[key] = Route(tag, exchange, x, self._rank)
+        return route
+
+
+def _is_lazy(x: torch.Tensor) -> bool:
+    """Whether the values are not those in memory."""
+    return x.is_conj() or x.is_neg()
