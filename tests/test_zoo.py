@@ -357,7 +357,7 @@ def test_the_order_is_lost_where_nothing_keeps_it() -> None:
         with pytest.raises(AssertionError):
             check_order(found, variant, block)
     reversed_, behind = ([text.split() for text in found[0][variant].wrappers[0].events] for variant in variants)
-    # V leaves last of all, or K before Q where torch keeps the first in its place; and V first, but behind the work on Q.
+    # V leaves last of all, or K before Q where torch keeps the first in its place; V first, but behind the work on Q.
     order = ["0", "2", "1"] if VERSION == "2.14" else ["2", "1", "0"]
     assert [words[2] for words in reversed_ if words[0] == "submit"] == [*order, "0"]
     assert [words[0] for words in behind][:7] == ["mm", "kernel", "mm", "kernel", "mm", "kernel", "submit"]
