@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
+import scalar_kernels  # noqa: F401
 import torch
 import torch._functorch.config as functorch_config
 import torch.nn.functional as F
@@ -122,7 +123,7 @@ class Served:
 
 
 # Kernels are compiled once for all ranks and tests, each by the rank that needs it; graphs each time.
-OPTIONS = {"fx_graph_cache": False, "cpp.simdlen": 1, "compile_threads": 1}
+OPTIONS = {"fx_graph_cache": False, "compile_threads": 1}
 
 
 def serve(

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import ranks
+import scalar_kernels  # noqa: F401
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config

@@ -37,7 +37,9 @@ def wrapper(*lines: str, kernels: str = KERNEL) -> str:
 def submit(target: str, source: str, tag: str, tags: str, lend: bool = False, overload: str = "default") -> str:
     """``tags``: a letter for each."""
     x = f"reinterpret_tensor({source}, (1, 8, 4, 8), (768, 96, 8, 1), 64)"
-    arguments = f"'c#0', 2, -1, [], [s27, 8], False, 'scatter_heads', '{tag}', {list(tags)}, 'scatter_heads', {lend}"
+    arguments = (
+        f"'c#0', 2, -1, [], [s27, 8], False, 'scatter_heads', '{tag}', {list(tags)}, 'scatter_heads', True, {lend}"
+    )
     return f"{target} = torch.ops.ulysses_op.submit.{overload}({x}, {arguments})"
 
 

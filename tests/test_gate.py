@@ -403,6 +403,34 @@ def run_mismatch(
     return problems
 
 
+def run_mismatch_message(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str = "cpu"
+) -> str | None:
+    group = ranks.fresh_group(members)
+    if group is None:
+        return None
+    comm = ranks.fresh_communicator(group, backend, device, timeout_s=5.0)
+    text = ""
+    try:
+        with comm.group("q") as exchanges:
+            exchanges.submit(torch.zeros(1, 3, 4, 5 + rank, device=device), tag="q")
+            exchanges.wait()
+    except MismatchError as error:
+        text = str(error)
+    comm.close()
+    return text
+
+
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
+def test_ranks_that_disagree_for_the_first_time_tell_each_other_what_they_have(
+    pool: ranks.RankPool, backend: str
+) -> None:
+    first, second, *_ = pool.run(run_mismatch_message, (0, 1), backend)
+    for text, own, other in ((first, 5, "rank 1: 'q'"), (second, 6, "rank 0: 'q'")):
+        mine, theirs = text.split("; rank")
+        assert f"head_dim={own}" in mine and f"head_dim={11 - own}" in theirs and other in text
+
+
 def run_without_memory(rank: int, world_size: int, members: tuple[int, ...], backend: str) -> list[str] | None:
     """Tensors whose elements are nowhere, and lengths that change in place."""
     if rank not in members:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import ranks
+import scalar_kernels  # noqa: F401
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
@@ -216,7 +217,7 @@ def misused(rank: int, world_size: int) -> None:
     whole = list(range(world_size))
     with pytest.raises(RuntimeError, match="no group of '0' is under way"):
         wait([x], [x], name, ["0"])
-    target = submit(x + rank, *exchange, "0", ["0"], "", False)
+    target = submit(x + rank, *exchange, "0", ["0"], "", True, False)
     with pytest.raises(RuntimeError, match="given 1 targets for the 2 tags"):
         wait([target], [x], name, ["0", "1"])
     copied = torch.full_like(target, -1)  # a compiler may hand wait_ a copy
@@ -226,23 +227,25 @@ def misused(rank: int, world_size: int) -> None:
         wait([copied], [x], name, ["0"])
     # Two groups under way, waited for in another order than they were submitted in.
     sources = [x + rank, x + rank + 10, x + rank + 20]
-    first = [submit(source, *exchange, tag, ["0", "1"], "", True) for source, tag in zip(sources, "01", strict=False)]
-    second = [submit(sources[2], *exchange, "2", ["2"], "", True)]
+    first = [
+        submit(source, *exchange, tag, ["0", "1"], "", True, True) for source, tag in zip(sources, "01", strict=False)
+    ]
+    second = [submit(sources[2], *exchange, "2", ["2"], "", True, True)]
     wait(second, sources[2:], name, ["2"])
     wait(first, sources[:2], name, ["0", "1"])
     for index, result in enumerate((*first, *second)):
         assert result[0, ::2, 0, 0].tolist() == [10 * index + peer for peer in whole]
     # A target that somebody still waits for is not written again.
-    kept = submit(x + rank, *exchange, "0", ["0"], "", True)
+    kept = submit(x + rank, *exchange, "0", ["0"], "", True, True)
     with pytest.raises(RuntimeError, match="never waited for"):
-        submit(x, *exchange, "0", ["0"], "", True)
+        submit(x, *exchange, "0", ["0"], "", True, True)
     del kept
-    submit(x, *exchange, "0", ["0", "1"], "", True)
+    submit(x, *exchange, "0", ["0", "1"], "", True, True)
     ranks.meet(dist.group.WORLD)
     with pytest.raises(RuntimeError, match="still open: the code that began it was left"):
-        submit(x, *exchange, "0", ["0", "1"], "", True)
+        submit(x, *exchange, "0", ["0", "1"], "", True, True)
     with pytest.raises(ulysses_op.BrokenCommunicatorError):
-        submit(x, *exchange, "3", ["3"], "", True)
+        submit(x, *exchange, "3", ["3"], "", True, True)
     comm.close()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import ranks
+import scalar_kernels  # noqa: F401
 import torch
 import torch._inductor.config as inductor_config
 

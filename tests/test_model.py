@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,26 @@ def configurations() -> list[str]:
     return listing.stdout.splitlines()
 
 
+def check(configuration: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", str(RUN), configuration], capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Of all configurations that are to be tested, as many at once as there are processors."""
+    chosen = [
+        item.callspec.params["configuration"]
+        for item in request.session.items
+        if getattr(item, "originalname", "") == "test_model"
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {configuration: pool.submit(check, configuration) for configuration in chosen}
+
+
 @pytest.mark.skipif(missing_program() is not None, reason=f"the model needs {missing_program()}: not installed")
 @pytest.mark.parametrize("configuration", configurations())
-def test_model(configuration: str) -> None:
-    run = subprocess.run(["bash", str(RUN), configuration], capture_output=True, text=True, timeout=240)
+def test_model(configuration: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
+    run = runs[configuration].result()
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
 
 

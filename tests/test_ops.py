@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import ranks
+import scalar_kernels  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -68,7 +69,7 @@ def run_opcheck_asynchronous(rank: int, world_size: int, case: str, backend: str
         with torch.no_grad():
             for direction, exchange in _inputs(rank, world_size, case, comm._where[0], device).items():
                 x, name, *rest = exchange
-                arguments = (*exchange[:6], rest[-1] is True, direction, "0", ["0"], "", False)
+                arguments = (*exchange[:6], rest[-1] is True, direction, "0", ["0"], "", True, False)
                 for overload in OVERLOADS:
                     submit, wait = (getattr(packet, overload) for packet in (OPS.submit, OPS.wait_))
                     results = torch.library.opcheck(submit, arguments)
@@ -122,7 +123,7 @@ def _gradients(rank: int, world_size: int) -> None:
         assert torch.equal(found[0][0], found[1][0])
 
     x, *exchange = _inputs(rank, world_size, "contiguous", name, "cpu")["scatter_heads"]
-    exchange += [False, "scatter_heads", "0", ["0"], "", False]
+    exchange += [False, "scatter_heads", "0", ["0"], "", True, False]
     lost = "has no gradient, and a tensor that it was given requires one"
     for overload in OVERLOADS:
         submit, wait = (getattr(packet, overload) for packet in (OPS.submit, OPS.wait_))
@@ -160,10 +161,10 @@ def _by_hand(rank: int, world_size: int, compiler: str) -> int:
         q, k, v = qkv.unbind(2)
         v = v * 1.0
         sources = [v]
-        targets = [OPS.submit(v, *exchange, "v", tags, "", False)]
+        targets = [OPS.submit(v, *exchange, "v", tags, "", True, False)]
         for tag, x in (("q", q), ("k", k)):
             sources.append(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-            targets.append(OPS.submit(sources[-1], *exchange, tag, tags, "", False))
+            targets.append(OPS.submit(sources[-1], *exchange, tag, tags, "", True, False))
         OPS.wait_(targets, sources, name, tags)
         v, q, k = targets
         return q * k + v
@@ -340,3 +341,11 @@ def _gone(rank: int, world_size: int) -> None:
 
 def test_ops_that_find_no_communicator(pool: ranks.RankPool) -> None:
     pool.run(_gone)
+
+
+def test_accumulate_mm() -> None:
+    total, x, weight = (torch.randn(sizes) for sizes in ((3, 5), (3, 4), (4, 5)))
+    wanted = total + x @ weight
+    torch.library.opcheck(OPS.accumulate_mm_.default, (total.clone(), x, weight))
+    OPS.accumulate_mm_(total, x, weight)
+    torch.testing.assert_close(total, wanted)

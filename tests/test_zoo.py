@@ -24,6 +24,7 @@ import expecttest
 import numpy as np
 import pytest
 import ranks
+import scalar_kernels  # noqa: F401
 import torch
 import torch._functorch.config as functorch_config
 from blocks import BLOCKS, Block, Dense, Sharded, build, is_learned, is_shared, make_inputs, own_inputs, own_part
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import ulysses_op
-from ulysses_op import compiling, inductor_order
+from ulysses_op import compiling, inductor_order, projections
 
 # Of values around one, in single precision; what is misplaced is off by about as much as that.
 TOLERANCE = 1e-5
@@ -44,6 +45,8 @@ VARIANTS = (PLAIN, PASS, PASS + ADVERSE)
 # Without the scheduler's part of the pass, and without what that does for the first submission.
 GRAPH_ALONE, NO_FIRST = f"{PASS}, graph alone", f"{PASS}, none first"
 ONE_CALL = "ulysses_op.compile"
+# Every product that can be taken apart is.
+IN_PARTS = f"{PASS}, projections in parts"
 
 
 def adversary(nodes: list[Any]) -> list[Any]:
@@ -89,12 +92,11 @@ def note(nodes: list[Any]) -> list[Any]:
 
 
 def inductor_options(adverse: bool) -> dict[str, Any]:
-    """Notes the scheduler's order, the worst one where ``adverse``. Scalar kernels compile faster. Graphs are compiled
+    """Notes the scheduler's order, the worst one where ``adverse``. Graphs are compiled
     anew, while a kernel that was compiled before, for another rank too, is not."""
     return {
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": [*([adversary] if adverse else []), note],
-        "cpp.simdlen": 1,
         "fx_graph_cache": False,
     }
 
@@ -118,6 +120,8 @@ class Outcome:
     schedules: list[Schedule] = field(default_factory=list)
     groups: list[list[list[str]]] = field(default_factory=list)
     """In each graph, as the pass reports them, the names of their members."""
+    in_parts: list[int] = field(default_factory=list)
+    """In each graph, how many products were taken apart."""
     error: str = ""
 
 
@@ -171,15 +175,17 @@ def attempt(call: Callable[[], Found]) -> Found | Exception:
 
 
 @contextlib.contextmanager
-def without(variant: str) -> Iterator[None]:
-    """What the variant NO_FIRST does without."""
-    kept = inductor_order._first_submission_first
+def as_in(variant: str) -> Iterator[None]:
+    """What the variant NO_FIRST does without, and IN_PARTS does with more."""
+    kept = inductor_order._earlier_submissions_first, projections.min_product
     if variant.startswith(NO_FIRST):
-        inductor_order._first_submission_first = lambda graph, group: None
+        inductor_order._earlier_submissions_first = lambda graph, group, each: None
+    if variant.startswith(IN_PARTS):
+        projections.min_product = 0
     try:
         yield
     finally:
-        inductor_order._first_submission_first = kept
+        inductor_order._earlier_submissions_first, projections.min_product = kept
 
 
 def examine(
@@ -218,7 +224,7 @@ def examine(
                     results.append(call())
                 else:
                     # Which loses the code when it is left by an exception.
-                    with functorch_config.patch(enable_autograd_cache=False), without(variant):
+                    with functorch_config.patch(enable_autograd_cache=False), as_in(variant):
                         result, code = run_and_get_code(attempt, call)
                     outcome.wrappers = [parse(text) for text in code]
                     outcome.schedules = list(schedules)
@@ -242,6 +248,7 @@ def examine(
         if variant.startswith(PASS):
             reports = options["post_grad_custom_post_pass"].reports
             outcome.groups = [[group.members for group in report.groups] for report in reports]
+            outcome.in_parts = [sum(len(group.split) for group in report.groups) for report in reports]
     return found
 
 
@@ -393,6 +400,31 @@ def test_gradients_of_the_others(name: str, mode: str) -> None:
 def test_four_ranks(name: str, mode: str) -> None:
     found = answers(4, name, mode, "shm", (ONE_CALL,))
     check_results(found, ONE_CALL, BLOCKS[name].exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    cases("parts", [*((name, mode) for name, mode in CASES if mode == "inference"), ("Checkpointed", "training")]),
+)
+def test_projections_in_parts(name: str, mode: str) -> None:
+    """Products before and behind the exchanges, taken apart however small they are."""
+    found = answers(2, name, mode, "shm", (IN_PARTS,))
+    check_results(found, IN_PARTS, exact=False)
+    assert sum(found[0][IN_PARTS].in_parts) > 0
+    for of_rank in found:  # a rank without tokens has nothing to take apart
+        for wrapper in of_rank[IN_PARTS].wrappers:
+            assert wrapper.disorder() == []
+
+
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
+def test_projections_in_parts_of_four_ranks(backend: str) -> None:
+    found = answers(4, "GroupedQueries", "inference", backend, (IN_PARTS,))
+    check_results(found, IN_PARTS, exact=False)
+    codes = [of_rank[IN_PARTS].wrappers[0].events for of_rank in found]
+    # The own heads are at an end, or others on both sides of them; and they are multiplied while the others travel.
+    assert [code.count("accumulate_mm_") for code in codes] == [1, 2, 2, 1]
+    for code in codes:
+        assert code[-code[::-1].index("wait_ 0") - 2] == "mm"
 
 
 @pytest.mark.parametrize("name", ["SelfAndCrossAttention", "MultiQuery", "Uneven"])

@@ -64,12 +64,12 @@ class Exchanges:
         _check_tensor(x)
         if isinstance(heads, HeadPlan):
             raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
-        heads, seq_lens = _whole_numbers("heads", heads, 2), _whole_numbers("seq_lens", seq_lens, 1)
+        if direction not in ("scatter_heads", "gather_heads"):
+            raise ValueError(f"direction is {direction!r}, expected 'scatter_heads' or 'gather_heads'")
+        heads, seq_lens = whole_numbers("heads", heads, 2), whole_numbers("seq_lens", seq_lens, 1)
         key = (direction, x.shape, heads, seq_lens, replicas)
         exchange = self._kept.get(key)
         if exchange is None:
-            if direction not in ("scatter_heads", "gather_heads"):
-                raise ValueError(f"direction is {direction!r}, expected 'scatter_heads' or 'gather_heads'")
             if direction == "scatter_heads":
                 exchange = scatter_exchange(x.shape, self._world_size, self._rank, heads, seq_lens)
             else:
@@ -110,14 +110,17 @@ def _has_memory(x: torch.Tensor) -> bool:
         return False
 
 
-def _whole_numbers(name: str, value: Any, depth: int) -> Any:
-    """Nested sequences of numbers as tuples of integers, which are equal where their content is."""
+def whole_numbers(name: str, value: Any, depth: int) -> Any:
+    """Nested sequences of numbers as tuples of integers, which are equal where their content is. None stays None.
+
+    Raises TypeError for anything else.
+    """
     if depth == 0:
         return operator.index(value)
     if value is None:
         return None
     try:
-        return tuple(_whole_numbers(name, each, depth - 1) for each in value)
+        return tuple(whole_numbers(name, each, depth - 1) for each in value)
     except TypeError:
         kind = "(start, stop) pairs of whole numbers" if name == "heads" else "whole numbers"
         raise TypeError(f"{name} is {value!r}, a sequence of {kind} is needed") from None

@@ -36,12 +36,15 @@ class AsyncExchange:
         tag: str,
         tags: Sequence[str],
         name: str,
+        own_slice: bool,
         lend: bool,
     ) -> torch.Tensor:
         """Submit ``x`` as ``tag`` of the group of ``tags``, which begins with the first; where its result will be.
 
         name: of the exchange in the program, which the peers compare: graphs that order the same exchanges in two ways
         give them the same tags.
+
+        own_slice: whether the result has what this rank would send to itself, too.
 
         lend: the result may be the target itself; the caller sees to it that it is used for the last time before the
         next submission with that tag and direction.
@@ -62,7 +65,7 @@ class AsyncExchange:
             communicator._break(error)
             raise error
         try:
-            communicator._submit_exchange(group, x, tag, exchange, False, not lend, name)
+            communicator._submit_exchange(group, x, tag, exchange, False, not lend, name, own_slice)
         except BaseException:
             self._open = None
             raise

@@ -258,6 +258,7 @@ class Communicator:
         final: bool,
         owned: bool,
         name: str = "",
+        own_slice: bool = True,
     ) -> None:
         self._check_usable()
         if group.waited:
@@ -280,7 +281,7 @@ class Communicator:
             error = RuntimeError(f"tag {tag!r} belongs to an earlier group that was not waited for yet")
             self._break(error)
             raise error
-        submission = Submission(tag, x, exchange, owned, group.is_next_final(final), name)
+        submission = Submission(tag, x, exchange, owned, group.is_next_final(final), name, own_slice)
         try:
             engine.prepare(group, submission)
         except TargetError as error:

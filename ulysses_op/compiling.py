@@ -8,12 +8,24 @@ import torch
 import torch._inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from . import fx_nodes, fx_order, gradients, grouping, inductor_compat, inductor_lowering, inductor_order, layout, ops
+from . import (
+    fx_nodes,
+    fx_order,
+    gradients,
+    grouping,
+    inductor_compat,
+    inductor_lowering,
+    inductor_order,
+    layout,
+    ops,
+    projections,
+)
 from .inductor_compat import CustomSchedulerPass
 
 _Model = TypeVar("_Model")
 _MODULES = (
     *(fx_nodes, fx_order, gradients, grouping, inductor_compat, inductor_lowering, inductor_order, layout, ops),
+    projections,
 )
 _UUID = get_hash_for_files((__file__, *(str(module.__file__) for module in _MODULES)))
 
@@ -24,15 +36,17 @@ class GroupExchanges(inductor_compat.InferenceAwarePass):  # type: ignore[misc, 
     """Inductor's post-grad pass; runs the passes that were installed already first. ``reports`` tells what it did, a
     report for each graph that was compiled (and not served from a cache)."""
 
-    def __init__(self, inner: Any = None, cuda_graphs: str = "auto") -> None:
+    def __init__(self, inner: Any = None, cuda_graphs: str = "auto", split_projections: bool = True) -> None:
         self.inner = inductor_compat.passes_of(inner)
         self.cuda_graphs = cuda_graphs
+        self.split_projections = split_projections
         self.reports: list[grouping.Report] = []
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
         for inner in self.inner:
             inductor_compat.run_pass(inner, graph, is_inference)
-        self.reports.append(grouping.group_exchanges(graph, self._uncaptured))
+        rank_of = ops.rank_of if self.split_projections else None
+        self.reports.append(grouping.group_exchanges(graph, self._uncaptured, rank_of))
 
     def _uncaptured(self, communicator: str) -> bool:
         if self.cuda_graphs != "auto":
@@ -45,7 +59,8 @@ class GroupExchanges(inductor_compat.InferenceAwarePass):  # type: ignore[misc, 
         if around == "auto":
             around = [name for name, backend in ops.known_backends() if backend == "c10d"]
         inner = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.inner]
-        return None if None in inner else (_UUID, around, *inner)
+        ranks = tuple(ops.ranks()) if self.split_projections else None  # projections are taken apart by rank
+        return None if None in inner else (_UUID, around, ranks, *inner)
 
 
 class KeepOrder(CustomSchedulerPass):  # type: ignore[misc, valid-type]
@@ -61,7 +76,9 @@ class KeepOrder(CustomSchedulerPass):  # type: ignore[misc, valid-type]
         return _UUID
 
 
-def compile_options(post_grad_custom_post_pass: Any = None, *, cuda_graphs: str = "auto") -> dict[str, Any]:
+def compile_options(
+    post_grad_custom_post_pass: Any = None, *, cuda_graphs: str = "auto", split_projections: bool = True
+) -> dict[str, Any]:
     """Options for ``torch.compile(model, options=...)`` that install the pass.
 
     post_grad_custom_post_pass: a pass of your own to run before it; None takes the one that Inductor's configuration
@@ -69,13 +86,17 @@ def compile_options(post_grad_custom_post_pass: Any = None, *, cuda_graphs: str 
     cuda_graphs: where Inductor uses CUDA graphs, exchanges go "through" them, captured like any kernel, or the graphs
     are partitioned "around" them; "auto" goes around where the backend is known to be c10d when the code is compiled
     (the communicator has exchanged, or was built), else through.
+    split_projections: large products before and behind exchanges may be computed in parts, so that data travels
+    meanwhile; in half precision, sums behind a gather are then rounded once more, as
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction (or fp16) allows. In inference, and in static
+    shapes.
     """
     import torch._inductor.config as config
 
     if cuda_graphs not in CUDA_GRAPHS:
         raise ValueError(f"cuda_graphs is {cuda_graphs!r}, expected one of {', '.join(CUDA_GRAPHS)}")
     inner: Any = post_grad_custom_post_pass or config.post_grad_custom_post_pass
-    group = GroupExchanges(inner, cuda_graphs)
+    group = GroupExchanges(inner, cuda_graphs, split_projections)
     return {"post_grad_custom_post_pass": group, "_pre_fusion_custom_pass": KeepOrder(group)}
 
 
@@ -85,18 +106,20 @@ def compile(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     cuda_graphs: str = "auto",
+    split_projections: bool = True,
     **arguments: Any,
 ) -> _Model:
     """``torch.compile(model, mode=mode, options=options, **arguments)`` with the pass installed: exchanges that meet in
     one attention become one group, V's submission goes ahead of the work on Q and K, and one wait completes them.
 
-    cuda_graphs: see :func:`compile_options`. Other backends than Inductor run the functional ops: right, without
-    overlap.
+    cuda_graphs, split_projections: see :func:`compile_options`. Other backends than Inductor run the functional ops:
+    right, without overlap.
     """
     if arguments.get("backend", "inductor") != "inductor":
         return torch.compile(model, mode=mode, options=options, **arguments)  # type: ignore[call-overload]
     chosen = dict(options or {})
-    installed = compile_options(chosen.pop("post_grad_custom_post_pass", None), cuda_graphs=cuda_graphs)
+    settings: dict[str, Any] = {"cuda_graphs": cuda_graphs, "split_projections": split_projections}
+    installed = compile_options(chosen.pop("post_grad_custom_post_pass", None), **settings)
     # torch.compile takes a mode or options, and a mode is options by name.
     by_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
     return torch.compile(model, options={**by_mode, **chosen, **installed}, **arguments)  # type: ignore[call-overload]

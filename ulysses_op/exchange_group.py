@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .arguments import whole_numbers
 from .layout import Direction, Exchange, HeadPlan
 
 if TYPE_CHECKING:
@@ -19,18 +20,28 @@ if TYPE_CHECKING:
 class Submission:
     """One tensor on its way. ``state`` belongs to the engine that moves it."""
 
-    __slots__ = ("differentiable", "digest", "exchange", "final", "owned", "state", "tag", "version", "x")
+    __slots__ = ("differentiable", "digest", "exchange", "final", "own_slice", "owned", "state", "tag", "version", "x")
 
-    def __init__(self, tag: str, x: torch.Tensor, exchange: Exchange, owned: bool, final: bool, name: str = "") -> None:
+    def __init__(
+        self,
+        tag: str,
+        x: torch.Tensor,
+        exchange: Exchange,
+        owned: bool,
+        final: bool,
+        name: str = "",
+        own_slice: bool = True,
+    ) -> None:
         self.tag = tag
         self.final = final
         self.x = x
         self.exchange = exchange
         self.differentiable = x.requires_grad and torch.is_grad_enabled()
         self.owned = owned or self.differentiable
+        self.own_slice = own_slice
         # A view counts the writes to all of its base: those to Q while V travels are none of V's.
         self.version = None if x.is_inference() or x._is_view() else x._version
-        # Whether the result is lent is this rank's own affair.
+        # Whether the result is lent, and has the own slice, is this rank's own affair.
         self.digest = digest_of((tag, name, exchange.digest, x.dtype, self.differentiable, final))
         self.state: Any = None
 
@@ -74,6 +85,8 @@ def call_op(
     flat: list[int] = []
     if isinstance(heads, HeadPlan):
         raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
+    if not torch.compiler.is_compiling():  # sizes may be symbols there, and what is wrong is found by the fakes
+        heads, seq_lens = whole_numbers("heads", heads, 2), whole_numbers("seq_lens", seq_lens, 1)
     if heads is not None:
         if len(heads) != where[1]:
             raise ValueError(f"heads must have one (start, stop) for each of {where[1]} ranks, got {len(heads)}")
@@ -174,6 +187,13 @@ class ExchangeGroup:
     def is_next_final(self, final: bool) -> bool:
         """Whether the next submission is the last one."""
         return final or len(self.submissions) + 1 == len(self.tags)
+
+    def compared(self, submission: Submission) -> str:
+        """What the ranks have to submit alike as ``submission``, the next one, for people to read."""
+        named = f" of the group {self.tags}" if self.tags else ""
+        gradient = ", with a gradient" if submission.differentiable else ""
+        final = ", final" if submission.final else ""
+        return f"{submission.tag!r}{named}: {submission.exchange}, {submission.x.dtype}{gradient}{final}"
 
     def ready_digest(self, first: Submission) -> int:
         """What READY stands for: with the names, since READY opens the targets of all of them, and whether they are

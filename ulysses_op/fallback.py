@@ -44,9 +44,7 @@ class C10dEngine:
 
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
         earlier = [other.digest for other in group.submissions]
-        self._compare(
-            digest_of(("c10d", group.tags, *earlier, submission.digest)), f"{submission.tag!r}, {submission.exchange}"
-        )
+        self._compare(digest_of(("c10d", group.tags, *earlier, submission.digest)), group.compared(submission))
         exchange, x = submission.exchange, submission.x.detach()
         parts = [_outgoing(exchange, self.rank, peer) for peer in range(self.world_size)]
         sizes = [0 if peer == self.rank else x[part].numel() for peer, part in enumerate(parts)]
@@ -88,7 +86,8 @@ class C10dEngine:
         for submission in group.submissions:
             exchange, x = submission.exchange, submission.x.detach()
             work, received, counts, _, result = submission.state
-            result[exchange.own_dest(self.rank)].copy_(x[exchange.own_source(self.rank)])
+            if submission.own_slice:
+                result[exchange.own_dest(self.rank)].copy_(x[exchange.own_source(self.rank)])
             self._await(work, repr(submission.tag))
             for peer, piece in enumerate(received.split(counts)):
                 if counts[peer]:
@@ -140,7 +139,8 @@ class C10dEngine:
             work = dist.all_gather(gathered, own, group=self._group(), async_op=True)
             assert work is not None
             self._await(work, what)
-            digests = [int(tensor) + (1 << 63) for tensor in gathered]
+            if any(int(tensor) != int(own) for tensor in gathered):  # on all ranks, then, so all tell what they have
+                self._channel.compare(digest, what, self.backend)
         elif digest in self._agreed:
             return
         else:
@@ -149,17 +149,10 @@ class C10dEngine:
                     "the ranks have not exchanged this before, and cannot compare what they are about to exchange "
                     "inside a CUDA graph capture: run the same group once before"
                 )
-            texts = self._channel.all_gather(digest.to_bytes(8, "little"))
-            digests = [int.from_bytes(text, "little") for text in texts]
+            self._channel.compare(digest, what, self.backend)
             if len(self._agreed) >= 4096:
                 self._agreed.clear()
             self._agreed.add(digest)
-        others = [rank for rank, other in enumerate(digests) if other != digest]
-        if others:
-            raise MismatchError(
-                f"rank {self.rank} (c10d): rank(s) {', '.join(map(str, others))} submitted another tag, shape, dtype, "
-                f"plan, need of a gradient, or order than {what}"
-            )
 
     def _verify(self, group: ExchangeGroup) -> None:
         """Look on the GPU whether all ranks closed the same group; :meth:`check` raises once it is seen that not."""

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 
 from .fx_nodes import ancestors, costs, descendants, is_heavy, write_inside
 from .fx_order import Flight, reorder
+from .projections import split_output_projections, split_projections
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +36,15 @@ _GATHER = torch.ops.ulysses_op.gather_heads.default
 
 @dataclass
 class Group:
-    """Exchanges that became one group, in the order of submission, as the names of their nodes; their tags; and which
-    of those are lent, the others being copied out of the buffers that peers write."""
+    """Exchanges that became one group, in the order of submission, as the names of their nodes; their tags; which of
+    those are lent, the others being copied out of the buffers that peers write; and the projections that were taken
+    apart around it."""
 
     members: list[str]
     communicator: str
     tags: list[str] = field(default_factory=list)
     lent: list[str] = field(default_factory=list)
+    split: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -57,10 +60,15 @@ class Report:
         return len(self.groups)
 
 
-def group_exchanges(graph: Graph, uncaptured: Callable[[str], bool] = lambda communicator: False) -> Report:
+def group_exchanges(
+    graph: Graph,
+    uncaptured: Callable[[str], bool] = lambda communicator: False,
+    rank_of: Callable[[str], int] | None = None,
+) -> Report:
     """Rewrite ``graph`` in place; see above.
 
     uncaptured: of a communicator's name, whether its exchanges are to be left out of CUDA graphs.
+    rank_of: of a communicator's name, this rank's number in its group; None leaves projections whole.
     """
     report = Report()
     exchanges = [node for node in graph.nodes if node.target in (_SCATTER, _GATHER)]
@@ -79,11 +87,17 @@ def group_exchanges(graph: Graph, uncaptured: Callable[[str], bool] = lambda com
         communicator = str(members[0].args[1])
         report.groups.append(Group([member.name for member in members], communicator))
         flights.append(_rewrite(graph, members, uncaptured(communicator)))
+    split = split_projections(graph, flights) if rank_of is not None else []
     reorder(graph, flights)
+    split += split_output_projections(graph, flights, rank_of) if rank_of is not None else []
+    for names, group in zip(split, 2 * report.groups, strict=False):
+        group.split += names
     _assign_tags(graph, flights, report)
     graph.lint()
     for group in report.groups:
         logger.info("one group: %s", ", ".join(group.members))
+        for name in group.split:
+            logger.info("computed in parts: %s", name)
     return report
 
 
@@ -211,7 +225,7 @@ def _rewrite(graph: Graph, members: Sequence[Node], uncaptured: bool) -> Flight:
         direction = "scatter_heads" if member.target is _SCATTER else "gather_heads"
         exchange = (x, communicator, world_size, rank, heads, seq_lens, bool(replicas and replicas[0]))
         with graph.inserting_before(member):
-            submit = graph.call_function(submit_op, (*exchange, direction, "", [], member.name, False))
+            submit = graph.call_function(submit_op, (*exchange, direction, "", [], member.name, True, False))
         submit.meta.update(member.meta)
         submits.append(submit)
     last = max(members, key=list(graph.nodes).index)

@@ -4,9 +4,10 @@ where the buffers show that nothing uses them any more when peers write them nex
 All dependencies that are added go from what Inductor created earlier to what it created later, as data does, so they
 close no cycle. They are weak: they order nodes, and carry no data.
 
-NOTE [First submission]: nothing in the data says that Q's and K's norms have to wait for V's submission, so passes for
-peak memory, or for fewer CUDA graph partitions, may put it last. A dependency from the first submission of a group to
-the kernels that only later submissions need says it, and prevents no fusion among them.
+NOTE [Earlier submissions]: nothing in the data says that Q's and K's norms have to wait for V's submission, so passes
+for peak memory, or for fewer CUDA graph partitions, may put it last. A dependency from the first submission of a group
+to the kernels that only later submissions need says it, and prevents no fusion among them. Where the data is so much
+that its projection was taken apart, Q has not to wait for K either: K's norm becomes a kernel of its own.
 
 NOTE [Lending]: READY, which opens a target to the peers, stands behind everything that this rank has enqueued before
 the group's first submission. So a result may be the target itself if each of its readers comes before the next group
@@ -47,8 +48,8 @@ def keep_order(nodes: list[Any], report: Report | None) -> list[Any]:
     for earlier, later in pairwise(exchanges):
         graph.order(earlier, later)
     groups = _groups(exchanges)
-    for group in groups:
-        _first_submission_first(graph, group)
+    for index, group in enumerate(groups):
+        _earlier_submissions_first(graph, group, _is_split(report, index))
         _keep_between(graph, group)
     _lend(graph, groups, report)
     scheduler = V.graph.scheduler
@@ -104,14 +105,18 @@ def _groups(exchanges: Sequence[Any]) -> list[_Group]:
     return [group for group in groups if group.wait is not None]
 
 
-def _first_submission_first(graph: _Nodes, group: _Group) -> None:
-    """See NOTE [First submission]."""
-    first, later = group.submits[0], group.submits[1:]
-    needed_later = set[str]().union(*(submit.ancestors for submit in later))
-    for node in graph.nodes:
-        name = node.get_name()
-        if name in needed_later and name not in first.ancestors and first.get_name() not in node.ancestors:
-            graph.order(first, node)
+def _is_split(report: Report | None, index: int) -> bool:
+    return report is not None and index < len(report.groups) and bool(report.groups[index].split)
+
+
+def _earlier_submissions_first(graph: _Nodes, group: _Group, each: bool) -> None:
+    """See NOTE [Earlier submissions]."""
+    for index, submit in enumerate(group.submits[:-1] if each else group.submits[:1], 1):
+        needed_later = set[str]().union(*(later.ancestors for later in group.submits[index:]))
+        for node in graph.nodes:
+            name = node.get_name()
+            if name in needed_later and name not in submit.ancestors and submit.get_name() not in node.ancestors:
+                graph.order(submit, node)
 
 
 def _keep_between(graph: _Nodes, group: _Group) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import _C
-from .errors import BrokenCommunicatorError, MismatchError, error_of_kind
+from .errors import BrokenCommunicatorError, error_of_kind
 from .exchange_group import ExchangeGroup, Submission
 from .loans import LoanKey, Loans
 from .mapping import Mapping, PeerBuffer, cuda_context
@@ -130,7 +130,8 @@ class OneSidedEngine:
         if first:
             self._transport.begin(group.ready_digest(submission), stream, readers, group.captured)
         group.state.streams.add(stream)
-        self._transport.put(route, source, state.result.data_ptr(), stream, group.captured)
+        own_target = state.result.data_ptr() if submission.own_slice else 0
+        self._transport.put(route, source, own_target, stream, group.captured)
 
     def _result(self, submission: Submission) -> torch.Tensor:
         """Where the result will be: in memory of its own, or in the target."""
@@ -197,13 +198,7 @@ class OneSidedEngine:
 
     def _compare(self, group: ExchangeGroup, submission: Submission) -> None:
         """Ranks that bring up targets for different things must not find each other's."""
-        digest = group.ready_digest(submission).to_bytes(8, "little")
-        others = [rank for rank, other in enumerate(self._channel.all_gather(digest)) if other != digest]
-        if others:
-            raise MismatchError(
-                f"rank {self.rank} ({self.backend}): rank(s) {', '.join(map(str, others))} submitted another "
-                f"tag, shape, dtype, plan or need of a gradient than {submission.tag!r}, {submission.exchange}"
-            )
+        self._channel.compare(group.ready_digest(submission), group.compared(submission), self.backend)
 
     def _end_loans(self, group: ExchangeGroup, stream: int) -> list[int]:
         """End the loans that the group's targets are under; the streams that READY has to stand behind."""
@@ -249,7 +244,8 @@ class OneSidedEngine:
         # The own slices are copied while the copy thread and the peers are at work.
         for submission in group.submissions:
             exchange, source, result = submission.exchange, submission.state.source, submission.state.result
-            result[exchange.own_dest(self.rank)].copy_(source[exchange.own_source(self.rank)])
+            if submission.own_slice:
+                result[exchange.own_dest(self.rank)].copy_(source[exchange.own_source(self.rank)])
             results.append(result)
         self._await(group)
         self.check(group)

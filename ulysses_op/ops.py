@@ -8,7 +8,10 @@ compile the same graph. ``heads`` is start and stop of each rank's heads, flatte
 ``scatter_heads`` and ``gather_heads`` are functional. ``submit`` starts either of them, as ``tag`` of a group of
 ``tags``, which are submitted in this order; ``wait_`` completes the group. The tensors that submit returned hold the
 results from wait_ on, and those submitted must not be written before it. ``name`` is that of the exchange in the
-program: ranks that give one tag to different exchanges get an error. Neither has a gradient.
+program: ranks that give one tag to different exchanges get an error. Without ``own_slice``, what a rank would send to
+itself is left out of its result. Neither has a gradient.
+
+``accumulate_mm_`` adds the product of two matrices to a third in place, for products that are computed in parts.
 
 The overload ``uncaptured`` of each does the same, and tells Inductor to leave it out of CUDA graphs.
 
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from . import registry
 from .asynchronous import beside
@@ -35,10 +39,11 @@ from .layout import HeadRanges, slot_ranges
 from .process_groups import resolve_group
 
 _ARGUMENTS = "Tensor x, str communicator, int world_size, int rank, int[] heads, SymInt[] seq_lens"
+_SUBMISSION = "bool replicas, str direction, str tag, str[] tags, str name, bool own_slice, bool lend"
 _SCHEMAS = {
     "scatter_heads": f"({_ARGUMENTS}) -> Tensor",
     "gather_heads": f"({_ARGUMENTS}, bool replicas) -> Tensor",
-    "submit": f"({_ARGUMENTS}, bool replicas, str direction, str tag, str[] tags, str name, bool lend) -> Tensor",
+    "submit": f"({_ARGUMENTS}, {_SUBMISSION}) -> Tensor",
     "wait_": "(Tensor(a!)[] targets, Tensor[] sources, str communicator, str[] tags) -> ()",
 }
 _OVERLOADS = {"": (), ".uncaptured": (torch.Tag.cudagraph_unsafe,)}
@@ -71,6 +76,16 @@ def communicator_of(name: str, device: torch.device) -> Communicator:
     if (name, device) not in of_name:
         of_name[name, device] = Communicator(name)
     return of_name[name, device]
+
+
+def rank_of(name: str) -> int:
+    """This rank's number among those of the communicator, or process group, of that name."""
+    return resolve_group(name.partition("#")[0]).rank()
+
+
+def ranks() -> list[tuple[str, int]]:
+    """This process's rank in every process group, by the group's name."""
+    return sorted((name, group.rank()) for group, name in distributed_c10d._world.pg_names.items() if group.size() > 0)
 
 
 def known_backends() -> list[tuple[str, str]]:
@@ -141,13 +156,14 @@ def _submit_kernel(
     tag: str,
     tags: Sequence[str],
     name: str,
+    own_slice: bool,
     lend: bool,
 ) -> torch.Tensor:
     _check_no_gradient("submit", (x,))
     found = communicator_of(communicator, x.device)
     _check_world_size(found, communicator, world_size)
     plan, lens = _pairs(heads) or None, tuple(seq_lens) or None
-    return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, lend)
+    return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, own_slice, lend)
 
 
 def _wait_kernel(
@@ -238,6 +254,7 @@ def _submit_fake(
     tag: str,
     tags: Sequence[str],
     name: str,
+    own_slice: bool,
     lend: bool,
 ) -> torch.Tensor:
     _check_no_gradient("submit", (x,))
@@ -261,6 +278,17 @@ for _name, _kernel, _fake in (
     for _overload in _OVERLOADS:
         _library.impl(f"{_name}{_overload}", _kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"ulysses_op::{_name}{_overload}", _fake, lib=_library)
+
+
+def _accumulate_mm(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    torch.addmm(total, x, weight, out=total)
+
+
+_library.define(
+    "accumulate_mm_(Tensor(a!) total, Tensor x, Tensor weight) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
+)
+_library.impl("accumulate_mm_", _accumulate_mm, "CompositeExplicitAutograd")
+torch.library.register_fake("ulysses_op::accumulate_mm_", lambda total, x, weight: None, lib=_library)
 
 
 # Gradients: each op is the other's backward.

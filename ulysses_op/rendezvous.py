@@ -15,6 +15,7 @@ from . import _C
 from .errors import MismatchError, PeerTimeoutError, TargetError, error_of_kind
 from .torch_compat import group_device_types
 
+_DESCRIPTION_BYTES = 2048
 _MESSAGE_BYTES = 8192
 
 
@@ -92,6 +93,18 @@ class Channel:
         if self._round > 1:
             self._store.delete_key(f"{self._round - 1}/{self.rank}")
         return payloads
+
+    def compare(self, digest: int, what: str, backend: str) -> None:
+        """Raise MismatchError unless ``digest``, 64 bits, is the same on every rank. ``what`` it stands for is told to
+        the ranks that have another."""
+        own = digest.to_bytes(8, "little")
+        payloads = self.all_gather(own + what.encode()[:_DESCRIPTION_BYTES])
+        others = [peer for peer, payload in enumerate(payloads) if payload[:8] != own]
+        if others:
+            told = "; ".join(f"rank {peer}: {payloads[peer][8:].decode(errors='replace')}" for peer in others)
+            raise MismatchError(
+                f"rank {self.rank} ({backend}): the ranks submitted different things. This rank: {what}; {told}"
+            )
 
     def _signalling(self) -> list[int]:
         """Peers whose signal this rank has not asked for."""
