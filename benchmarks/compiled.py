@@ -41,7 +41,12 @@ from torch.profiler import ProfilerActivity, profile
 import ulysses_op
 
 DEFAULT_SHAPES: list[Shape] = [(1, 9472, 28, 128), (1, 3120, 40, 128)]
-PASS, PLAIN = "ulysses_op.compile", "torch.compile"
+PASS, WHOLE, PLAIN = "ulysses_op.compile", "the same, projections whole", "torch.compile"
+COMPILERS: dict[str, Callable[..., Any]] = {
+    PLAIN: torch.compile,
+    WHOLE: partial(ulysses_op.compile, split_projections=False),
+    PASS: ulysses_op.compile,
+}
 HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host is ahead
 
 
@@ -87,7 +92,7 @@ def tables(shape: Shape, args: argparse.Namespace, ranks: Ranks) -> None:
     with ExitStack() as stack:
         made = communicators(stack, ranks, ["symm_mem", "c10d"])
         for backend, communicator in made.items():
-            for name, compiler in ((PLAIN, torch.compile), (PASS, ulysses_op.compile)):
+            for name, compiler in COMPILERS.items():
                 contenders.append(contender(label(backend, name), compiler, shape, by_functions(communicator)))
         least = without_communication(made["symm_mem"], shape, ranks.device)
         contenders.append(contender(BOUND, ulysses_op.compile, shape, least))

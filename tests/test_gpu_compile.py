@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -18,6 +19,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
 import ulysses_op
+from ulysses_op import projections
 
 DEVICES = torch.cuda.device_count()
 pytestmark = [
@@ -70,9 +72,11 @@ def graph_launches(call: Callable[[], Any]) -> int:
 def run_layers(
     rank: int, world_size: int, backend: str, cuda_graphs: str | None, how: str, calls: int
 ) -> dict[str, Any]:
-    """Compiled layers against the eager ones, on fresh inputs, one rank late in turn. ``how`` names the exchanges."""
+    """Compiled layers against the eager ones, on fresh inputs, one rank late in turn. ``how``: "built" before they are
+    compiled, "lazy", or "in parts": built, and every projection taken apart.
+    """
     comm = ulysses_op.Communicator(backend=backend, timeout_s=20)
-    if how == "built":
+    if how != "lazy":
         comm.build("cuda")
     heads = 2 * world_size
     weights = make_weights(heads)
@@ -87,7 +91,12 @@ def run_layers(
     )
     rng = random.Random(5)
     wrong, codes = [], []
-    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+    least = 0 if how == "in parts" else projections.min_product
+    with (
+        torch.no_grad(),
+        inductor_config.patch(force_disable_caches=True),
+        mock.patch.object(projections, "min_product", least),
+    ):
         for call in range(calls):
             x = torch.randn(1, LENGTH, heads * DIM, generator=generator, device="cuda").bfloat16()
             if rng.randrange(world_size) == rank:
@@ -112,6 +121,7 @@ def run_layers(
         "partitions": codes[0].count("def partition_"),
         "groups": [group.tags for group in report.groups],
         "lent": [group.lent for group in report.groups],
+        "split": [len(group.split) for group in report.groups],
     }
 
 
@@ -140,6 +150,16 @@ def test_partitioned_around(pool: ranks.RankPool, backend: str, asked: str) -> N
     for answer in pool.run(run_layers, backend, asked, "built", 20, timeout_s=90):
         assert (answer["backend"], answer["wrong"]) == (backend, [])
         assert 1 < answer["launches"] == answer["partitions"] <= 5 * LAYERS
+
+
+@pytest.mark.parametrize("cuda_graphs", [None, "auto"])
+@pytest.mark.parametrize("backend", ["symm_mem", "c10d"])
+def test_projections_in_parts(pool: ranks.RankPool, backend: str, cuda_graphs: str | None) -> None:
+    for answer in pool.run(run_layers, backend, cuda_graphs, "in parts", 50, timeout_s=90):
+        assert (answer["backend"], answer["wrong"], answer["split"]) == (backend, [], [1] * 2 * LAYERS)
+        if backend == "symm_mem":
+            assert answer["lent"] == GROUPS
+            assert answer["launches"] == (1 if cuda_graphs else 0)
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
