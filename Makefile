@@ -16,8 +16,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
-COMPILE_TESTS := $(addprefix tests/test_,ops.py grouping.py grouping_graph.py lending.py double_backward.py events.py \
-    compile_cache.py compile_lengths.py compositions.py zoo.py)
+COMPILE_TESTS := $(addprefix tests/test_,ops.py grouping.py grouping_graph.py projections.py lending.py \
+    double_backward.py events.py compile_cache.py compile_lengths.py compositions.py zoo.py)
 
 .PHONY: demo test test-torch build lint format model wheel clean distclean
 
