@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, doctor
+from .bench import main as bench
 from .demo import main as demo
 
 _COMMANDS = {
+    "bench": (bench, "the exchanges and attention blocks timed, against collectives and against no communication"),
     "demo": (demo, "an attention block over a video clip, split over ranks, checked and timed"),
     "doctor": (doctor, "which backends run here, which do not, and why"),
 }

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
-from measure import Ranks
 
-import ulysses_op
+from ..communicator import Communicator
+from ..errors import BackendUnavailableError
+from .measure import Ranks
 
 TIMEOUT_S = 60
 
@@ -60,7 +61,7 @@ def scatter_in_one_pack_strided(tensors: Sequence[torch.Tensor]) -> tuple[torch.
 
 
 def scatter_group(
-    communicator: ulysses_op.Communicator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    communicator: Communicator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     with communicator.group("q", "k", "v") as group:
         group.submit(v, tag="v")
@@ -69,7 +70,7 @@ def scatter_group(
         return group.wait()
 
 
-def gather_group(communicator: ulysses_op.Communicator, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gather_group(communicator: Communicator, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with communicator.group("o") as group:
         group.submit(o, tag="o", direction="gather_heads")
         return group.wait()
@@ -79,14 +80,14 @@ def label(backend: str, what: str = "") -> str:
     return f"{backend} ({what})" if what else backend
 
 
-def communicators(stack: ExitStack, ranks: Ranks, backends: Sequence[str]) -> dict[str, ulysses_op.Communicator]:
+def communicators(stack: ExitStack, ranks: Ranks, backends: Sequence[str]) -> dict[str, Communicator]:
     """One for each backend that these ranks can run; the reason against each other one goes to the progress lines."""
     usable = {}
     for backend in backends:
-        communicator = ulysses_op.Communicator(backend=backend, timeout_s=TIMEOUT_S)
+        communicator = Communicator(backend=backend, timeout_s=TIMEOUT_S)
         try:
             communicator.build(ranks.device)
-        except ulysses_op.BackendUnavailableError as error:
+        except BackendUnavailableError as error:
             ranks.progress(f"  {backend} is left out: {error}")
             continue
         usable[backend] = stack.enter_context(communicator)

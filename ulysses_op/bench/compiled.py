@@ -1,16 +1,10 @@
 """The attention block as one compiled graph, its exchanges written in the order q, k, v: as they stand, moved by the
 pass, by NCCL's all-to-all between permutes, and left out. Then what the device does when in one call of it.
-
-torchrun --standalone --nproc-per-node 2 benchmarks/compiled.py [--shapes 1,9472,28,128]
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,11 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from block import (
+from torch.distributed._functional_collectives import all_to_all_single
+from torch.profiler import ProfilerActivity, profile
+
+from ..communicator import Communicator
+from ..compiling import compile as compile_exchanges
+from .block import (
+    ATTENTIONS,
     BOUND,
+    ONE_SIDED,
     Exchanges,
     Inputs,
-    Shape,
     Thunk,
     block,
     check_close,
@@ -33,24 +33,20 @@ from block import (
     print_block_table,
     without_communication,
 )
-from contenders import by_peer, communicators, label
-from measure import Contender, Outputs, Ranks, format_table, measure, provenance
-from torch.distributed._functional_collectives import all_to_all_single
-from torch.profiler import ProfilerActivity, profile
+from .contenders import by_peer, communicators, label
+from .measure import Contender, Effort, Outputs, Ranks, format_table, measure
+from .profiles import Shape
 
-import ulysses_op
-
-DEFAULT_SHAPES: list[Shape] = [(1, 9472, 28, 128), (1, 3120, 40, 128)]
 PASS, WHOLE, PLAIN = "ulysses_op.compile", "the same, projections whole", "torch.compile"
 COMPILERS: dict[str, Callable[..., Any]] = {
     PLAIN: torch.compile,
-    WHOLE: partial(ulysses_op.compile, split_projections=False),
-    PASS: ulysses_op.compile,
+    WHOLE: partial(compile_exchanges, split_projections=False),
+    PASS: compile_exchanges,
 }
 HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host is ahead
 
 
-def by_functions(communicator: ulysses_op.Communicator) -> Exchanges:
+def by_functions(communicator: Communicator) -> Exchanges:
     def scatter(fused: torch.Tensor, q: Thunk, k: Thunk) -> tuple[torch.Tensor, ...]:
         exchange = communicator.scatter_heads
         return exchange(q()), exchange(k()), exchange(fused[:, :, 2])
@@ -60,7 +56,7 @@ def by_functions(communicator: ulysses_op.Communicator) -> Exchanges:
 
 def by_functional_collectives() -> Exchanges:
     """What torch.compile can trace of the usual way: three all-to-alls between permutes, and one on the way back."""
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
 
     def exchange(packed: torch.Tensor) -> torch.Tensor:
         return all_to_all_single(packed.contiguous(), None, None, group)
@@ -76,36 +72,50 @@ def by_functional_collectives() -> Exchanges:
     return scatter, gather
 
 
-def contender(name: str, compiler: Callable[..., Any], shape: Shape, exchanges: Exchanges) -> Contender:
-    def run(inputs: Inputs) -> Outputs:
-        return block(inputs, shape, norm_rope, exchanges)
-
-    return Contender(name, compiler(run, fullgraph=True, dynamic=False))
-
-
-def tables(shape: Shape, args: argparse.Namespace, ranks: Ranks) -> None:
+def compiled_table(shape: Shape, dtype: torch.dtype, attention: str, effort: Effort, ranks: Ranks) -> dict[str, Any]:
+    """All contenders of one shape (B = 1), and on CUDA the device's timeline of those of the one-sided backend."""
     ranks.progress(f"compiled block {shape}")
     torch.compiler.reset()
-    inputs = make_inputs(shape, torch.bfloat16, ranks)
-    nccl = contender(f"nccl, functional collectives, {PLAIN}", torch.compile, shape, by_functional_collectives())
-    contenders = [nccl]
+    inputs = make_inputs(shape, dtype, ranks)
+    one_sided = ONE_SIDED[ranks.device.type]
+
+    def contender(name: str, compiler: Callable[..., Any], exchanges: Exchanges) -> Contender:
+        def run(inputs: Inputs) -> Outputs:
+            return block(inputs, shape, norm_rope, exchanges, ATTENTIONS[attention])
+
+        return Contender(name, compiler(run, fullgraph=True, dynamic=False))
+
+    process_group = "nccl" if ranks.on_cuda else "gloo"
+    collectives = f"{process_group}, functional collectives, {PLAIN}"
+    contenders = [contender(collectives, torch.compile, by_functional_collectives())]
     with ExitStack() as stack:
-        made = communicators(stack, ranks, ["symm_mem", "c10d"])
+        made = communicators(stack, ranks, [one_sided, "c10d"])
         for backend, communicator in made.items():
             for name, compiler in COMPILERS.items():
-                contenders.append(contender(label(backend, name), compiler, shape, by_functions(communicator)))
-        least = without_communication(made["symm_mem"], shape, ranks.device)
-        contenders.append(contender(BOUND, ulysses_op.compile, shape, least))
-        expected = nccl.run(inputs)[0].float()
+                contenders.append(contender(label(backend, name), compiler, by_functions(communicator)))
+        if one_sided in made:
+            least = without_communication(made[one_sided], shape, ranks.device)
+            contenders.append(contender(BOUND, compile_exchanges, least))
+        expected = contenders[0].run(inputs)[0].float()
         for each in contenders:
             each.check = check_close(each.name, expected) if each.name != BOUND else None
-        rows = measure(ranks, contenders, [inputs], args.warmups, args.iterations)
-        seen = [each for each in contenders if "symm_mem" in each.name]
+        rows = measure(ranks, contenders, [inputs], effort)
+        seen = [each for each in contenders if one_sided in each.name and ranks.on_cuda]
         spans = {each.name: timeline(partial(each.run, inputs), ranks) for each in seen}
-    if ranks.rank == 0:
-        print_block_table({"shape": shape, "norm": "compiled with all else", "rows": rows})
-        for name, found in spans.items():
-            print_timeline(name, found)
+    return {
+        "what": "compiled block",
+        "shape": shape,
+        "attention": attention,
+        "norm": "compiled with all else",
+        "rows": rows,
+        "timelines": spans,
+    }
+
+
+def print_compiled_table(table: dict[str, Any]) -> None:
+    print_block_table(table)
+    for name, found in table["timelines"].items():
+        print_timeline(name, found)
 
 
 class Span(NamedTuple):
@@ -170,30 +180,3 @@ def total(spans: list[Span]) -> float:
 
 def overlap(some: list[Span], others: list[Span]) -> float:
     return total(some) + total(others) - total([*some, *others])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=DEFAULT_SHAPES, type=lambda x: tuple(map(int, x.split(","))))
-    parser.add_argument("--warmups", type=int, default=10)
-    parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--budget-s", type=float, default=180.0, help="what is left then is skipped (default 180)")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        sys.exit(f"run it with torchrun:\n{__doc__}")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=90))
-    ranks = Ranks(device, args.budget_s)
-    facts = provenance(device)
-    if ranks.rank == 0:
-        print("\n".join(f"{name}: {text}" for name, text in facts.items()))
-    with torch.no_grad():
-        for shape in args.shapes:
-            tables(shape, args, ranks)
-    ranks.any(False)  # nobody leaves while others still need it
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

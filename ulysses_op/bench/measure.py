@@ -6,7 +6,6 @@ import datetime
 import gc
 import os
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -14,10 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .. import __version__
 
 ALONE, QUEUED, CAPTURED = "alone", "queued", "captured"
 """How an iteration begins. Alone: with nothing queued, so that the host's time counts where it is the longer one.
@@ -29,6 +30,13 @@ _ROUNDS_A_LOOK = 10  # rounds between two looks at the budget
 
 
 Outputs = tuple[torch.Tensor, ...]
+
+
+class Effort(NamedTuple):
+    """Rounds of all contenders before those that count, and those."""
+
+    warmups: int = 10
+    iterations: int = 50
 
 
 @dataclass
@@ -152,7 +160,7 @@ class Replay:
 
 
 def measure(
-    ranks: Ranks, contenders: Sequence[Contender], sets: Sequence[Any], warmups: int, iterations: int
+    ranks: Ranks, contenders: Sequence[Contender], sets: Sequence[Any], effort: Effort
 ) -> dict[str, dict[str, Any]]:
     """Check, then time every contender. Returns, by name and mode, a summary, or the ``reason`` why there is none.
 
@@ -168,9 +176,9 @@ def measure(
         else:
             sound.append(contender)
 
-    calls = {contender.name: partial(_run, contender, sets) for contender in sound}
+    calls: dict[str, Callable[[int], Any]] = {contender.name: partial(_run, contender, sets) for contender in sound}
     for mode in (ALONE, QUEUED) if ranks.on_cuda else (ALONE,):
-        _round_robin(ranks, calls, len(sets), mode, warmups, iterations, results)
+        _round_robin(ranks, calls, len(sets), mode, effort, results)
     if ranks.on_cuda and not ranks.over_budget():
         replays: dict[str, Callable[[int], Outputs]] = {}
         for contender in sound:
@@ -181,7 +189,7 @@ def measure(
                 ranks.progress(f"  {contender.name} is not captured: {reason}")
             else:
                 replays[contender.name] = partial(_replay, of_sets)
-        _round_robin(ranks, replays, len(sets), CAPTURED, warmups, iterations, results)
+        _round_robin(ranks, replays, len(sets), CAPTURED, effort, results)
         torch.cuda.synchronize()
     return results
 
@@ -235,14 +243,13 @@ def _round_robin(
     calls: dict[str, Callable[[int], Any]],
     num_sets: int,
     mode: str,
-    warmups: int,
-    iterations: int,
+    effort: Effort,
     results: dict[str, dict[str, Any]],
 ) -> None:
     samples = {name: Samples() for name in calls}
     gc.disable()
     try:
-        for number in range(warmups + iterations):
+        for number in range(sum(effort)):
             if number % _ROUNDS_A_LOOK == 0:
                 gc.collect()
                 if ranks.over_budget():
@@ -251,7 +258,7 @@ def _round_robin(
                 # Neighbours take different sets: no one finds its inputs in a cache because the one before read them.
                 index = (number + position) % num_sets
                 us, host_us = ranks.time(partial(call, index), head_start=mode != ALONE)
-                if number >= warmups:
+                if number >= effort.warmups:
                     samples[name].us.append(us)
                     samples[name].host_us.append(host_us)
     finally:
@@ -290,11 +297,13 @@ def ratio(numerator: float | None, denominator: float | None) -> str:
     return "-" if numerator is None or denominator is None else f"{numerator / denominator:.2f}x"
 
 
-def provenance(device: torch.device) -> dict[str, str]:
+def provenance(device: torch.device, command: str) -> dict[str, str]:
     """Everything that a reader needs to know about a run besides its arguments."""
     facts = {
         "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
-        "command": f"torchrun --standalone --nproc-per-node {dist.get_world_size()} {shlex.join(sys.argv)}",
+        "command": command,
+        "ranks": str(dist.get_world_size()),
+        "ulysses_op": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

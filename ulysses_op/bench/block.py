@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from contenders import (
+
+from ..communicator import Communicator
+from .contenders import (
     communicators,
     gather_by_pack,
     gather_group,
@@ -19,11 +20,20 @@ from contenders import (
     scatter_in_one_pack,
     scatter_in_one_pack_strided,
 )
-from measure import ALONE, CAPTURED, QUEUED, Contender, Outputs, Ranks, format_table, measure, median_of, number
-
-import ulysses_op
-
-Shape = tuple[int, int, int, int]
+from .measure import (
+    ALONE,
+    CAPTURED,
+    QUEUED,
+    Contender,
+    Effort,
+    Outputs,
+    Ranks,
+    format_table,
+    measure,
+    median_of,
+    number,
+)
+from .profiles import Shape
 
 ONE_SIDED = {"cuda": "symm_mem", "cpu": "shm"}
 EPSILON = 1e-6
@@ -74,20 +84,35 @@ Exchanges = tuple[
 ]
 
 
-def block(inputs: Inputs, shape: Shape, norm: Norm, exchanges: Exchanges) -> Outputs:
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From q, k and v, each (B, S_global, H_local, D), to what is gathered, of that shape."""
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def identity(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """No attention: shows the exchanges alone, and as much of them as the fastest attention would."""
+    return v
+
+
+ATTENTIONS: dict[str, Attention] = {"sdpa": sdpa, "identity": identity}
+
+
+def block(inputs: Inputs, shape: Shape, norm: Norm, exchanges: Exchanges, attention: Attention = sdpa) -> Outputs:
     scatter, gather = exchanges
     fused = F.linear(inputs.x, inputs.qkv_weight).unflatten(-1, (3, *shape[2:]))[None]
     rest = (inputs.norm_weight, inputs.cos, inputs.sin)
     q, k, v = scatter(fused, lambda: norm(fused[:, :, 0], *rest), lambda: norm(fused[:, :, 1], *rest))
-    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return (F.linear(gather(o.transpose(1, 2)).flatten(2), inputs.out_weight),)
+    return (F.linear(gather(attention(q, k, v)).flatten(2), inputs.out_weight),)
 
 
 def by_packs(packed: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]) -> Exchanges:
     return lambda fused, q, k: packed((q(), k(), fused[:, :, 2])), gather_by_pack
 
 
-def by_group(communicator: ulysses_op.Communicator, lent: bool) -> Exchanges:
+def by_group(communicator: Communicator, lent: bool) -> Exchanges:
     """V first: it travels while Q and K are normed and rotated."""
 
     def scatter(fused: torch.Tensor, q: Thunk, k: Thunk) -> tuple[torch.Tensor, ...]:
@@ -100,7 +125,7 @@ def by_group(communicator: ulysses_op.Communicator, lent: bool) -> Exchanges:
     return scatter, (lambda o: gather_group(communicator, o)[0]) if lent else communicator.gather_heads
 
 
-def without_communication(communicator: ulysses_op.Communicator, shape: Shape, device: torch.device) -> Exchanges:
+def without_communication(communicator: Communicator, shape: Shape, device: torch.device) -> Exchanges:
     """Views in place of the exchanges, and the handshakes of the exchanges, which keep the ranks in step."""
     batch, seq_local, num_heads, head_dim = shape
     world_size = communicator.world_size
@@ -145,7 +170,7 @@ def compiled_norm(inputs: Inputs, shape: Shape, ranks: Ranks) -> tuple[Norm, str
     return compiled, "compiled"
 
 
-def block_table(shape: Shape, dtype: torch.dtype, args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def block_table(shape: Shape, dtype: torch.dtype, attention: str, effort: Effort, ranks: Ranks) -> dict[str, Any]:
     """All contenders of one shape (B = 1). Each one's result is compared with the first one's."""
     ranks.progress(f"block {shape}")
     inputs = make_inputs(shape, dtype, ranks)
@@ -154,7 +179,7 @@ def block_table(shape: Shape, dtype: torch.dtype, args: argparse.Namespace, rank
 
     def contender(name: str, exchanges: Exchanges) -> Contender:
         def run(inputs: Inputs) -> Outputs:
-            return block(inputs, shape, norm, exchanges)
+            return block(inputs, shape, norm, exchanges, ATTENTIONS[attention])
 
         return Contender(name, run)
 
@@ -164,7 +189,7 @@ def block_table(shape: Shape, dtype: torch.dtype, args: argparse.Namespace, rank
         contender(f"{process_group}, 1 pack, strided results", by_packs(scatter_in_one_pack_strided)),
     ]
     with ExitStack() as stack:
-        for backend, communicator in communicators(stack, ranks, [ONE_SIDED[args.device]]).items():
+        for backend, communicator in communicators(stack, ranks, [ONE_SIDED[ranks.device.type]]).items():
             for lent in (False, True):
                 name = label(backend, f"V first, o by {'a group' if lent else 'gather_heads()'}")
                 contenders.append(contender(name, by_group(communicator, lent)))
@@ -173,8 +198,8 @@ def block_table(shape: Shape, dtype: torch.dtype, args: argparse.Namespace, rank
         expected = contenders[0].run(inputs)[0].float()
         for each in contenders:
             each.check = check_close(each.name, expected) if each.name != BOUND else None
-        rows = measure(ranks, contenders, [inputs], args.warmups, args.iterations)
-    return {"what": "block", "shape": shape, "norm": norm_name, "rows": rows}
+        rows = measure(ranks, contenders, [inputs], effort)
+    return {"what": "attention block", "shape": shape, "attention": attention, "norm": norm_name, "rows": rows}
 
 
 def check_close(name: str, expected: torch.Tensor) -> Callable[[int, Outputs], None]:
@@ -209,5 +234,6 @@ def print_block_table(table: dict[str, Any]) -> None:
         for mode in modes[1:]:
             cells += [number(median_of(result, mode)), over(result, mode)]
         lines.append(cells)
-    print(f"\nattention block, (B, S_local, H, D) = {tuple(table['shape'])}, norm + RoPE {table['norm']}")
+    what = f"{table['attention']}, norm + RoPE {table['norm']}"
+    print(f"\n{table['what']}, (B, S_local, H, D) = {tuple(table['shape'])}, {what}")
     print(format_table(head, lines))

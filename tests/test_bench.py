@@ -1,0 +1,122 @@
+"""The benchmark as a command, and that it does not time what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import scalar_kernels  # noqa: F401
+import torch
+
+from ulysses_op.__main__ import main
+from ulysses_op.bench.compiled import COMPILERS, compiled_table, print_compiled_table
+from ulysses_op.bench.measure import ALONE, Contender, Effort, Ranks, measure
+from ulysses_op.bench.profiles import PROFILES, shape_of
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ulysses_op", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def check_rows(table: dict[str, Any]) -> None:
+    assert any("gloo" in name for name in table["rows"]) and any("shm" in name for name in table["rows"])
+    for name, row in table["rows"].items():
+        assert row[ALONE]["iterations"] == 2 and row[ALONE]["median_us"] > 0, name
+
+
+def test_tables(tmp_path: Path) -> None:
+    """Of a small shape; the second one is left out and said to be."""
+    path = tmp_path / "bench.json"
+    shapes = ["--shape", "1,8,4,8", "1,8,3,8"]
+    arguments = ["--device", "cpu", "--iterations", "2", "--warmups", "2", "--json", str(path)]
+    run = bench("--level", "exchange", "block", *shapes, *arguments)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(path.read_text())
+    assert [table["what"] for table in found["tables"]] == ["scatter of q, k, v", "gather of o", "attention block"]
+    for table in found["tables"]:
+        check_rows(table)
+        assert all(f"\n{name}" in run.stdout for name in table["rows"])
+    assert found["facts"]["ranks"] == "2" and "torch" in found["facts"]
+    assert len(found["left_out"]) == 2
+    assert "left out: exchange (1, 8, 3, 8): H = 3 does not divide by 2 ranks" in run.stdout
+
+
+def run_compiled(rank: int, world_size: int) -> dict[str, Any]:
+    with torch.no_grad():
+        together = Ranks(torch.device("cpu"), 120)
+        table = compiled_table((1, 8, 4, 8), torch.float32, "identity", Effort(2, 2), together)
+    if rank == 0:
+        print_compiled_table(table)
+    return table
+
+
+def test_compiled_table() -> None:
+    for table in ranks.pool(2).run(run_compiled, timeout_s=200):
+        check_rows(table)
+        assert set(COMPILERS) == {name[5:-1] for name in table["rows"] if name.startswith("shm (")}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_plot(tmp_path: Path) -> None:
+    path = tmp_path / "bench.svg"
+    run = bench("--device", "cpu", "--iterations", "2", "--shape", "1,8,4,8", "--plot", str(path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "<svg" in path.read_text() and "shm" in path.read_text()
+
+
+def run_wrong(rank: int, world_size: int) -> dict[str, Any]:
+    """One contender is wrong on rank 1, one raises on rank 0, one is right."""
+    together = Ranks(torch.device("cpu"), 60)
+
+    def check(_: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        if not bool((outputs[0] == 1).all()):
+            raise AssertionError("not ones")
+
+    def raises(_: Any) -> tuple[torch.Tensor, ...]:
+        if rank == 0:
+            raise RuntimeError("out of luck")
+        return (torch.ones(1),)
+
+    contenders = [
+        Contender("wrong", lambda _: (torch.full((1,), 1.0 + (rank == 1)),), check),
+        Contender("raises", raises, check),
+        Contender("right", lambda _: (torch.ones(1),), check),
+    ]
+    return measure(together, contenders, [None], Effort(2, 3))
+
+
+def test_what_is_wrong_on_one_rank_is_not_timed() -> None:
+    for found in ranks.pool(2).run(run_wrong):
+        assert found["wrong"][ALONE] == {"reason": "rank 1: AssertionError: not ones", "failed": True}
+        assert found["raises"][ALONE] == {"reason": "rank 0: RuntimeError: out of luck", "failed": True}
+        assert found["right"][ALONE]["iterations"] == 3
+
+
+def test_profiles_split_over_ranks() -> None:
+    assert shape_of("h3-u2", 2) == (1, 9472, 56, 128)
+    assert shape_of("h3-u2", 4) == (1, 4736, 56, 128)
+    assert all(shape_of(name, 2) for name in PROFILES)
+    with pytest.raises(ValueError, match="h3-u2 has 18944 tokens and 56 heads: 3 ranks do not divide both"):
+        shape_of("h3-u2", 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "1,2,3"], "is not four sizes"),
+        (["--shape", "1,8,4,0"], "must be positive"),
+        (["--iterations", "1"], "at least 2"),
+        (["--profile", "none"], "invalid choice"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *arguments])
+    assert caught.value.code == 2 and says in capsys.readouterr().err

@@ -1,0 +1,184 @@
+"""The benchmark as a command: which tables are measured, and what is told of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..launch import LaunchError, add_arguments, place, run, under_torchrun
+from .block import ATTENTIONS, block_table, print_block_table
+from .exchange import exchange_tables, print_exchange_table
+from .measure import Effort, Ranks, provenance
+from .plot import plot
+from .profiles import PROFILES, Shape, shape_of
+
+DESCRIPTION = """\
+Times the exchanges, and attention blocks around them, against a process group's all-to-all and against the same block
+without communication. Every output is checked first; contenders take turns. Starts its own ranks unless torchrun did.
+
+levels:
+  exchange   the grouped scatter of q, k and v, and the gather of o
+  block      fused projection, norm + RoPE, exchange, attention, exchange back, output projection; V first by hand
+  compiled   the same written plainly, as one compiled graph
+
+exit status: 0 all was measured; 1 an output was wrong or a contender failed; 2 it could not run"""
+
+LEVELS = ("exchange", "block", "compiled")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+_DEFAULT_SHAPES: dict[str, list[Shape]] = {
+    "cuda": [(1, 9472, 28, 128), (1, 9472, 56, 128), (1, 3120, 40, 128), (1, 16380, 40, 128)],
+    "cpu": [(1, 512, 8, 64), (1, 8192, 8, 64), (1, 32768, 8, 64)],  # 1, 16, 64 MiB a tensor in float32
+}
+
+LEGEND = """\
+us: median of the iterations, each the maximum over the ranks; q1, q3: their quartiles. GB/s: bytes to peers over the
+median. "x ...": how many times as fast as this row of the process group in the same mode. over bound: time beyond that
+of the block without communication."""
+CUDA_LEGEND = """
+The first columns begin with nothing queued, so the host's time is in them; queued: the host is ahead; captured: replay
+of a CUDA graph, the host ahead. host us: until the calls have returned."""
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add_arguments(parser)
+    parser.add_argument("--level", nargs="+", choices=LEVELS, default=["exchange"], help="default: exchange")
+    parser.add_argument("--profile", nargs="+", choices=PROFILES, default=[], help="shapes by name")
+    parser.add_argument(
+        "--shape", nargs="+", type=_shape, default=[], metavar="B,S_local,H,D", help="shapes by number, of each rank"
+    )
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float32 on the CPU, bfloat16 on GPUs")
+    parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="sdpa", help="of the blocks, default: sdpa")
+    parser.add_argument("--warmups", type=_positive, default=10, help="rounds before those that count, default: 10")
+    parser.add_argument("--iterations", type=_positive, default=50, help="rounds that count, default: 50")
+    what = "shapes that have not begun then are left out, default: 240"
+    parser.add_argument("--budget", type=float, default=240.0, metavar="SECONDS", help=what)
+    parser.add_argument("--json", metavar="FILE", help="write everything there, each iteration included")
+    parser.add_argument("--plot", metavar="FILE", help="draw the medians there (needs matplotlib); .png, .svg, ...")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the benchmark; the exit status."""
+    try:
+        placement = place(options.ranks, options.device)
+        if placement.note:
+            print(placement.note, file=sys.stderr)
+        return run(bench, (options, _command()), placement, options.timeout)
+    except LaunchError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+def bench(device: torch.device, options: argparse.Namespace, command: str) -> int:
+    """The benchmark on one rank; rank 0 tells. The exit status is the same on all ranks."""
+    ranks = Ranks(device, options.budget)
+    facts = provenance(device, command)
+    tables: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    try:
+        with torch.no_grad():
+            _measure(device, options, ranks, tables, left_out)
+    except BaseException:
+        left_out.append("everything after an exception")
+        if ranks.rank == 0:
+            _report(options, facts, tables, left_out)
+        raise
+    if ranks.rank == 0:
+        _report(options, facts, tables, left_out)
+    ranks.any(False)  # nobody leaves while others still need it
+    results = [result for table in tables for result in table["rows"].values()]
+    return int(any(summary.get("failed") for result in results for summary in result.values()))
+
+
+def _measure(
+    device: torch.device,
+    options: argparse.Namespace,
+    ranks: Ranks,
+    tables: list[dict[str, Any]],
+    left_out: list[str],
+) -> None:
+    """Append the tables, and what was left out and why."""
+    from .compiled import compiled_table  # which imports Inductor
+
+    dtype = _DTYPES[options.dtype or _DEFAULT_DTYPE[device.type]]
+    effort = Effort(options.warmups, options.iterations)
+    levels: dict[str, Callable[[Shape], list[dict[str, Any]]]] = {
+        "exchange": lambda shape: exchange_tables(shape, dtype, effort, ranks),
+        "block": lambda shape: [block_table(shape, dtype, options.attention, effort, ranks)],
+        "compiled": lambda shape: [compiled_table(shape, dtype, options.attention, effort, ranks)],
+    }
+    shapes: list[Shape] = list(options.shape)
+    for name in options.profile:
+        try:
+            shapes.append(shape_of(name, ranks.world_size))
+        except ValueError as error:
+            left_out.append(str(error))
+    if not options.shape and not options.profile:
+        shapes = _DEFAULT_SHAPES[device.type]
+    for level in options.level:
+        for shape in shapes:
+            if shape[2] % ranks.world_size:
+                left_out.append(f"{level} {shape}: H = {shape[2]} does not divide by {ranks.world_size} ranks")
+            elif level != "exchange" and shape[0] != 1:
+                left_out.append(f"{level} {shape}: the blocks take B = 1")
+            elif ranks.over_budget():
+                left_out.append(f"{level} {shape}: the budget of {options.budget:.0f} s was used up")
+            else:
+                tables += levels[level](shape)
+                if ranks.on_cuda:
+                    torch.cuda.empty_cache()
+
+
+def _report(
+    options: argparse.Namespace, facts: dict[str, str], tables: list[dict[str, Any]], left_out: list[str]
+) -> None:
+    if options.json:
+        everything = {"facts": facts, "tables": tables, "left_out": left_out}
+        with open(options.json, "w") as file:
+            json.dump(everything, file, indent=1)
+    if options.plot:
+        plot(tables, facts, options.plot)
+    print("\n".join(f"{name}: {text}" for name, text in facts.items()))
+    print(f"\n{LEGEND}{CUDA_LEGEND if 'CUDA' in facts else ''}")
+    from .compiled import print_compiled_table
+
+    printers = {"attention block": print_block_table, "compiled block": print_compiled_table}
+    notes = [f"left out: {text}" for text in left_out]
+    for table in tables:
+        printers.get(table["what"], print_exchange_table)(table)
+        for name, result in table["rows"].items():
+            for mode, summary in result.items():
+                if "reason" in summary:
+                    notes.append(f"not measured: {table['what']} {table['shape']}, {name}, {mode}: {summary['reason']}")
+    if notes:
+        print("", *notes, sep="\n")
+    sys.stdout.flush()
+
+
+def _command() -> str:
+    launcher = "torchrun ... -m" if under_torchrun() else "python -m"
+    return f"{launcher} ulysses_op {shlex.join(sys.argv[1:])}"
+
+
+def _shape(text: str) -> Shape:
+    try:
+        batch, seq_local, num_heads, head_dim = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not four sizes B,S_local,H,D") from None
+    if min(batch, seq_local, num_heads, head_dim) < 1 or head_dim % 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes must be positive, and D even")
+    return batch, seq_local, num_heads, head_dim
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{value} is too few: at least 2")
+    return value
