@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+CXX_TESTS := $(wildcard tests/core/*.cpp)
 COMPILE_TESTS := $(addprefix tests/test_,ops.py grouping.py grouping_graph.py projections.py lending.py \
     double_backward.py events.py compile_cache.py compile_lengths.py compositions.py zoo.py)
 
@@ -39,13 +40,13 @@ build: $(VENV)/.stamp-build
 lint: $(VENV)/.stamp-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(CXX_TESTS)
 	$(BIN)/mypy
 
 format: $(VENV)/.stamp-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CXX_SOURCES)
+	$(BIN)/clang-format -i $(CXX_SOURCES) $(CXX_TESTS)
 
 model:
 	bash tests/model/run.sh
