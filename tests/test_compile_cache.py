@@ -215,7 +215,7 @@ def test_another_lowering_is_not_served_what_the_old_one_made(first: list[Told],
 NOT_SHAPING = {"communicator.py", "registry.py"}
 SHAPING = {
     *("compiling.py", "fx_nodes.py", "fx_order.py", "grouping.py", "inductor_compat.py", "inductor_lowering.py"),
-    *("inductor_order.py", "ops.py", "gradients.py", "layout.py"),
+    *("inductor_order.py", "ops.py", "gradients.py", "layout.py", "projections.py"),
 }
 
 

@@ -123,7 +123,7 @@ class Served:
 
 
 # Kernels are compiled once for all ranks and tests, each by the rank that needs it; graphs each time.
-OPTIONS = {"fx_graph_cache": False, "compile_threads": 1}
+OPTIONS = {"fx_graph_cache": False}
 
 
 def serve(

@@ -166,7 +166,7 @@ def test_groups_in_a_row_on_c10d(pool: ranks.RankPool) -> None:
     assert answers == [right, right, right, None]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("handshake", ["ready", "done"])
 def test_without_a_handshake_the_loop_finds_wrong_elements(
     pool: ranks.RankPool, world_size: int, handshake: str
