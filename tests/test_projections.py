@@ -134,10 +134,29 @@ def test_what_keeps_a_product_whole() -> None:
         q, k, v = torch.mm(x, weight).view(1, ROWS, 3, HEADS, DIM).unbind(2)
         return exchange_three(q + v, k, v)
 
-    for function in (all_of_it, leaves, interleaved, used_by_both):
+    def bytes_of_k(x: Tensor, weight: Tensor) -> Tensor:
+        _, k, v = torch.mm(x, weight).view(1, ROWS, 3, HEADS, DIM).unbind(2)
+        return scatter(v) + scatter(k.view(torch.int8)).view(torch.float32).sin()
+
+    def as_complex(x: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = torch.mm(x, weight).view(1, ROWS, 3, HEADS, DIM).unbind(2)
+        turned = torch.view_as_real(torch.view_as_complex(q.unflatten(-1, (-1, 2))) * 1j).flatten(-2)
+        return exchange_three(turned, k, v)
+
+    for function in (all_of_it, leaves, interleaved, used_by_both, bytes_of_k, as_complex):
         module, report = grouped(function, *FUSED)
         assert (function.__name__, split(report)) == (function.__name__, [0])
         assert products(module) == [(ROWS, 3 * WIDTH)]
+
+    def conjugated(x: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = torch.mm(x, weight).view(1, ROWS, 3, HEADS, DIM).unbind(2)
+        return exchange_three(q, k, v.conj().resolve_conj())
+
+    def one_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return exchange_three(*torch.addmm(bias, x, weight).view(1, ROWS, 3, HEADS, DIM).unbind(2))
+
+    assert split(grouped(conjugated, *FUSED, dtype=torch.complex64)[1]) == [0]
+    assert split(grouped(one_bias, *FUSED, (1,))[1]) == [0]
 
 
 def test_small_products_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +200,26 @@ def test_what_keeps_a_sum_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def other_matrix(o: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(weight.t(), gather(o).view(ROWS, 2 * WIDTH).t())
 
-    for function in (used_again, leaves, other_matrix):
+    def of_another_dtype(o: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(gather(o.view(torch.int32)).view(torch.float32).view(ROWS, 2 * WIDTH), weight)
+
+    for function in (used_again, leaves, other_matrix, of_another_dtype):
         _, report = grouped(function, *BEHIND)
         assert (function.__name__, split(report)) == (function.__name__, [0])
+
+    # As many tokens as numbers in a token.
+    def transposed(o: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(gather(o).view(WIDTH, WIDTH).t(), weight)
+
+    def the_first_again_and_again(o: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(gather(o)[:, :1].expand(-1, WIDTH, -1, -1).view(WIDTH, WIDTH), weight)
+
+    def as_it_is(o: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(gather(o).view(WIDTH, WIDTH), weight)
+
+    square = ((1, 2 * WIDTH, HEADS // 2, DIM), (WIDTH, 5))
+    for function, parts in ((transposed, 0), (the_first_again_and_again, 0), (as_it_is, 1)):
+        assert (function.__name__, split(grouped(function, *square)[1])) == (function.__name__, [parts])
     heads_are_apart = lambda o, weight: behind(o.transpose(2, 3), weight)  # noqa: E731
     assert split(grouped(heads_are_apart, (1, 2 * ROWS, DIM, HEADS), BEHIND[1])[1]) == [0]
     assert split(grouped(behind, (2, ROWS, HEADS, DIM), BEHIND[1])[1]) == [0]

@@ -62,7 +62,9 @@ def _product_of(node: Node) -> _Product | None:
     out, left = _value(node), _value(x)
     if not _is_static(out, left) or not out.is_contiguous() or out.numel() * left.shape[1] < min_product:
         return None
-    return _Product(node, bias, x, weight, out) if bias is None or _value(bias).dim() == 1 else None
+    if bias is not None and tuple(_value(bias).shape) != (out.shape[1],):
+        return None
+    return _Product(node, bias, x, weight, out)
 
 
 # Before the exchange.
@@ -120,7 +122,7 @@ def _parts(product: _Product, needed_first: set[Node]) -> list[_Part]:
         users = [user for user in view.users if not _is_view(user)]
         if not users:
             continue
-        columns = _columns(_value(view), product.out.shape[1])
+        columns = _columns(_value(view), product.out)
         firsts = {user in needed_first for user in users if user.target not in _WAITS}
         if columns is None or len(firsts) != 1 or any(user.op == "output" for user in users):
             return []
@@ -128,10 +130,11 @@ def _parts(product: _Product, needed_first: set[Node]) -> list[_Part]:
     return found
 
 
-def _columns(view: Any, width: int) -> tuple[int, int] | None:
-    """Those, of ``width``, that ``view`` lies in; None where that is not known. See NOTE [Which columns]."""
-    if not _is_static(view) or not view.numel():
+def _columns(view: Any, out: Any) -> tuple[int, int] | None:
+    """Those of ``out`` that ``view`` lies in; None where that is not known. See NOTE [Which columns]."""
+    if not _is_static(view) or not view.numel() or not _has_values_of(view, out):
         return None
+    width = out.shape[1]
     start = view.storage_offset() % width
     stop = start + 1
     for size, stride in zip(view.shape, view.stride(), strict=True):
@@ -203,7 +206,12 @@ def _own_part(
         return None
     _, seq_local, num_heads, head_dim = whole.shape
     local = source.shape[2]
-    if tuple(gathered.shape) != (seq_local, num_heads * head_dim) or not local or not seq_local:
+    if not local or not seq_local or not _has_values_of(gathered, whole) or not _has_values_of(source, whole):
+        return None
+    # All of what is gathered, a token a row.
+    if tuple(gathered.shape) != (seq_local, num_heads * head_dim) or not gathered.is_contiguous():
+        return None
+    if gathered.storage_offset() != whole.storage_offset():
         return None
     if source.stride(3) != 1 or source.stride(2) != head_dim:
         return None
@@ -259,6 +267,11 @@ def _is_view(user: Node) -> bool:
 def _is_used(node: Node, views: set[Node]) -> bool:
     """Whether others than its views use the node, or one of these."""
     return any(user not in views or _is_used(user, views) for user in node.users)
+
+
+def _has_values_of(view: Any, base: Any) -> bool:
+    """Whether the view's elements are some of the base's as they are."""
+    return view.dtype == base.dtype and not any(x.is_conj() or x.is_neg() for x in (view, base))
 
 
 def _all_before(graph: Graph, nodes: set[Any], node: Node) -> bool:
