@@ -14,6 +14,7 @@ import torch
 from ..launch import LaunchError, add_arguments, place, run, under_torchrun
 from .block import ATTENTIONS, block_table, print_block_table
 from .exchange import exchange_tables, print_exchange_table
+from .host import host_table, print_host_table
 from .measure import Effort, Ranks, provenance
 from .plot import plot
 from .profiles import PROFILES, Shape, shape_of
@@ -26,10 +27,11 @@ levels:
   exchange   the grouped scatter of q, k and v, and the gather of o
   block      fused projection, norm + RoPE, exchange, attention, exchange back, output projection; V first by hand
   compiled   the same written plainly, as one compiled graph
+  host       what a group costs the host, eager and through the ops of compiled code
 
 exit status: 0 all was measured; 1 an output was wrong or a contender failed; 2 it could not run"""
 
-LEVELS = ("exchange", "block", "compiled")
+LEVELS = ("exchange", "block", "compiled", "host")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 _DEFAULT_SHAPES: dict[str, list[Shape]] = {
@@ -112,6 +114,7 @@ def _measure(
     levels: dict[str, Callable[[Shape], list[dict[str, Any]]]] = {
         "exchange": lambda shape: exchange_tables(shape, dtype, effort, ranks),
         "block": lambda shape: [block_table(shape, dtype, options.attention, effort, ranks)],
+        "host": lambda shape: [host_table(shape, dtype, effort, ranks)],
         "compiled": lambda shape: [compiled_table(shape, dtype, options.attention, effort, ranks)],
     }
     shapes: list[Shape] = list(options.shape)
@@ -126,7 +129,7 @@ def _measure(
         for shape in shapes:
             if shape[2] % ranks.world_size:
                 left_out.append(f"{level} {shape}: H = {shape[2]} does not divide by {ranks.world_size} ranks")
-            elif level != "exchange" and shape[0] != 1:
+            elif level in ("block", "compiled") and shape[0] != 1:
                 left_out.append(f"{level} {shape}: the blocks take B = 1")
             elif ranks.over_budget():
                 left_out.append(f"{level} {shape}: the budget of {options.budget:.0f} s was used up")
@@ -149,7 +152,11 @@ def _report(
     print(f"\n{LEGEND}{CUDA_LEGEND if 'CUDA' in facts else ''}")
     from .compiled import print_compiled_table
 
-    printers = {"attention block": print_block_table, "compiled block": print_compiled_table}
+    printers = {
+        "attention block": print_block_table,
+        "compiled block": print_compiled_table,
+        "host": print_host_table,
+    }
     notes = [f"left out: {text}" for text in left_out]
     for table in tables:
         printers.get(table["what"], print_exchange_table)(table)
