@@ -75,6 +75,19 @@ def test_plot(tmp_path: Path) -> None:
     assert "<svg" in path.read_text() and "shm" in path.read_text()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--json", "/nowhere/to/be/found.json"], "cannot be written"),
+        (["--ranks", "3", "--shape", "1,8,4,8", "--device", "cpu"], "does not divide by 3 ranks"),
+    ],
+)
+def test_what_cannot_run_is_told_in_a_sentence(arguments: list[str], says: str) -> None:
+    run = bench(*arguments)
+    assert run.returncode == 2 and says in run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def run_wrong(rank: int, world_size: int) -> dict[str, Any]:
     """One contender is wrong on rank 1, one raises on rank 0, one is right."""
     together = Ranks(torch.device("cpu"), 60)
@@ -118,6 +131,8 @@ def test_profiles_split_over_ranks() -> None:
         (["--shape", "1,8,4,0"], "must be positive"),
         (["--iterations", "1"], "at least 2"),
         (["--profile", "none"], "invalid choice"),
+        (["--budget", "-1"], "no positive number of seconds"),
+        (["--timeout", "nan"], "no positive number of seconds"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

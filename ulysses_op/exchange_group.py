@@ -85,8 +85,12 @@ def call_op(
     flat: list[int] = []
     if isinstance(heads, HeadPlan):
         raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
-    if not torch.compiler.is_compiling():  # sizes may be symbols there, and what is wrong is found by the fakes
+    if not torch.compiler.is_compiling():
         heads, seq_lens = whole_numbers("heads", heads, 2), whole_numbers("seq_lens", seq_lens, 1)
+    else:  # numbers may be symbols
+        for name, value in (("heads", heads), ("seq_lens", seq_lens)):
+            if value is not None and not isinstance(value, (list, tuple)):
+                raise TypeError(f"{name} is {value!r}, a list or tuple is needed")
     if heads is not None:
         if len(heads) != where[1]:
             raise ValueError(f"heads must have one (start, stop) for each of {where[1]} ranks, got {len(heads)}")
@@ -113,6 +117,9 @@ class ExchangeGroup:
     """
 
     def __init__(self, communicator: Communicator, tags: Sequence[str]) -> None:
+        for tag in tags:
+            if not isinstance(tag, str):
+                raise TypeError(f"a tag is {tag!r}: group() takes names, each as an argument of its own")
         if len(set(tags)) != len(tags):
             raise ValueError(f"the tags of a group must differ, got {tuple(tags)}")
         self._communicator = communicator

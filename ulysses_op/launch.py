@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import math
 import multiprocessing
 import os
 import signal
@@ -53,11 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=positive_seconds,
         metavar="SECONDS",
         default=DEFAULT_TIMEOUT_S,
         help="for all of it, default: %(default)g",
     )
+
+
+def positive_seconds(text: str) -> float:
+    """An argument's value. Raises ArgumentTypeError, which argparse tells, for what is no positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return value
 
 
 def under_torchrun() -> bool:

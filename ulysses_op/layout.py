@@ -40,7 +40,11 @@ def head_plan(num_q_heads: int, num_kv_heads: int, world_size: int) -> HeadPlan:
     Raises ValueError if a count is below 1 or num_q_heads is not a multiple of num_kv_heads.
     """
     for name, value in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads), ("world_size", world_size)):
-        if operator.index(value) < 1:
+        try:
+            positive = operator.index(value) >= 1
+        except TypeError:
+            raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+        if not positive:
             raise ValueError(f"{name} must be at least 1, got {value}")
     group, rest = divmod(num_q_heads, num_kv_heads)
     if rest:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ..launch import LaunchError, add_arguments, place, run, under_torchrun
+from ..launch import LaunchError, add_arguments, place, positive_seconds, run, under_torchrun
 from .block import ATTENTIONS, block_table, print_block_table
 from .exchange import exchange_tables, print_exchange_table
 from .host import host_table, print_host_table
@@ -29,7 +31,7 @@ levels:
   compiled   the same written plainly, as one compiled graph
   host       what a group costs the host, eager and through the ops of compiled code
 
-exit status: 0 all was measured; 1 an output was wrong or a contender failed; 2 it could not run"""
+exit status: 0 what was measured was right; 1 an output was wrong or a contender failed; 2 nothing could be measured"""
 
 LEVELS = ("exchange", "block", "compiled", "host")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,10 +60,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float32 on the CPU, bfloat16 on GPUs")
     parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="sdpa", help="of the blocks, default: sdpa")
-    parser.add_argument("--warmups", type=_positive, default=10, help="rounds before those that count, default: 10")
-    parser.add_argument("--iterations", type=_positive, default=50, help="rounds that count, default: 50")
+    parser.add_argument(
+        "--warmups", type=_positive, default=10, help="rounds before those that count, 2 or more, default: 10"
+    )
+    parser.add_argument("--iterations", type=_positive, default=50, help="rounds that count, 2 or more, default: 50")
     what = "shapes that have not begun then are left out, default: 240"
-    parser.add_argument("--budget", type=float, default=240.0, metavar="SECONDS", help=what)
+    parser.add_argument("--budget", type=positive_seconds, default=240.0, metavar="SECONDS", help=what)
     parser.add_argument("--json", metavar="FILE", help="write everything there, each iteration included")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there (needs matplotlib); .png, .svg, ...")
 
@@ -72,41 +76,57 @@ def main(options: argparse.Namespace) -> int:
         placement = place(options.ranks, options.device)
         if placement.note:
             print(placement.note, file=sys.stderr)
+        _check_files(options)
         return run(bench, (options, _command()), placement, options.timeout)
     except LaunchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
 
 
+def _check_files(options: argparse.Namespace) -> None:
+    """Raises LaunchError for what could not be written in the end."""
+    for path in filter(None, (options.json, options.plot)):
+        folder = os.path.dirname(path) or "."
+        if not os.access(folder, os.W_OK) or os.path.isdir(path):
+            raise LaunchError(
+                f"{path} cannot be written: {folder} is no folder that can be written to, or it is one itself"
+            )
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise LaunchError("--plot needs matplotlib: pip install 'ulysses_op[plot]'")
+
+
 def bench(device: torch.device, options: argparse.Namespace, command: str) -> int:
     """The benchmark on one rank; rank 0 tells. The exit status is the same on all ranks."""
     ranks = Ranks(device, options.budget)
     facts = provenance(device, command)
+    if ranks.rank == 0:
+        print("\n".join(f"{name}: {text}" for name, text in facts.items()))
+        print(f"\n{LEGEND}{CUDA_LEGEND if ranks.on_cuda else ''}", flush=True)
     tables: list[dict[str, Any]] = []
     left_out: list[str] = []
     try:
         with torch.no_grad():
-            _measure(device, options, ranks, tables, left_out)
+            for table in _tables(device, options, ranks, left_out):
+                tables.append(table)
+                if ranks.rank == 0:
+                    _print(table)
     except BaseException:
         left_out.append("everything after an exception")
-        if ranks.rank == 0:
-            _report(options, facts, tables, left_out)
         raise
-    if ranks.rank == 0:
-        _report(options, facts, tables, left_out)
+    finally:
+        if ranks.rank == 0:
+            _finish(options, facts, tables, left_out)
     ranks.any(False)  # nobody leaves while others still need it
+    if not tables:
+        return 2
     results = [result for table in tables for result in table["rows"].values()]
     return int(any(summary.get("failed") for result in results for summary in result.values()))
 
 
-def _measure(
-    device: torch.device,
-    options: argparse.Namespace,
-    ranks: Ranks,
-    tables: list[dict[str, Any]],
-    left_out: list[str],
-) -> None:
-    """Append the tables, and what was left out and why."""
+def _tables(
+    device: torch.device, options: argparse.Namespace, ranks: Ranks, left_out: list[str]
+) -> Iterator[dict[str, Any]]:
+    """The tables as they are measured; what is left out, and why, goes to ``left_out``."""
     from .compiled import compiled_table  # which imports Inductor
 
     dtype = _DTYPES[options.dtype or _DEFAULT_DTYPE[device.type]]
@@ -114,8 +134,8 @@ def _measure(
     levels: dict[str, Callable[[Shape], list[dict[str, Any]]]] = {
         "exchange": lambda shape: exchange_tables(shape, dtype, effort, ranks),
         "block": lambda shape: [block_table(shape, dtype, options.attention, effort, ranks)],
-        "host": lambda shape: [host_table(shape, dtype, effort, ranks)],
         "compiled": lambda shape: [compiled_table(shape, dtype, options.attention, effort, ranks)],
+        "host": lambda shape: [host_table(shape, dtype, effort, ranks)],
     }
     shapes: list[Shape] = list(options.shape)
     for name in options.profile:
@@ -134,22 +154,12 @@ def _measure(
             elif ranks.over_budget():
                 left_out.append(f"{level} {shape}: the budget of {options.budget:.0f} s was used up")
             else:
-                tables += levels[level](shape)
+                yield from levels[level](shape)
                 if ranks.on_cuda:
                     torch.cuda.empty_cache()
 
 
-def _report(
-    options: argparse.Namespace, facts: dict[str, str], tables: list[dict[str, Any]], left_out: list[str]
-) -> None:
-    if options.json:
-        everything = {"facts": facts, "tables": tables, "left_out": left_out}
-        with open(options.json, "w") as file:
-            json.dump(everything, file, indent=1)
-    if options.plot:
-        plot(tables, facts, options.plot)
-    print("\n".join(f"{name}: {text}" for name, text in facts.items()))
-    print(f"\n{LEGEND}{CUDA_LEGEND if 'CUDA' in facts else ''}")
+def _print(table: dict[str, Any]) -> None:
     from .compiled import print_compiled_table
 
     printers = {
@@ -157,16 +167,27 @@ def _report(
         "compiled block": print_compiled_table,
         "host": print_host_table,
     }
+    printers.get(table["what"], print_exchange_table)(table)
+    sys.stdout.flush()
+
+
+def _finish(
+    options: argparse.Namespace, facts: dict[str, str], tables: list[dict[str, Any]], left_out: list[str]
+) -> None:
     notes = [f"left out: {text}" for text in left_out]
     for table in tables:
-        printers.get(table["what"], print_exchange_table)(table)
         for name, result in table["rows"].items():
             for mode, summary in result.items():
                 if "reason" in summary:
                     notes.append(f"not measured: {table['what']} {table['shape']}, {name}, {mode}: {summary['reason']}")
     if notes:
-        print("", *notes, sep="\n")
-    sys.stdout.flush()
+        print("", *notes, sep="\n", flush=True)
+    if options.json:
+        everything = {"facts": facts, "tables": tables, "left_out": left_out}
+        with open(options.json, "w") as file:
+            json.dump(everything, file, indent=1)
+    if options.plot:
+        plot(tables, facts, options.plot)
 
 
 def _command() -> str:
