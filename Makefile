@@ -2,6 +2,7 @@
 #
 #   make demo     run the demonstration            make lint    check style and types
 #   make test     run the tests (TESTS=..., PYTEST_ARGS=...)  make format  rewrite to the style
+#   make zoo      the tests of whole models under torch.compile, which take five minutes by themselves
 #   make build    compile and install for editing  make wheel   build dist/*.whl
 #   make model    check the protocol with spin     make clean   remove what was built (distclean: .venv too)
 #   make test-torch VERSION=2.14.1   run the tests that lean on torch's internals with another torch
@@ -16,18 +17,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+ZOO := tests/test_zoo.py
 CXX_TESTS := $(wildcard tests/core/*.cpp)
 COMPILE_TESTS := $(addprefix tests/test_,ops.py grouping.py grouping_graph.py projections.py lending.py \
     double_backward.py events.py compile_cache.py compile_lengths.py compositions.py zoo.py)
 
-.PHONY: demo test test-torch build lint format model wheel clean distclean
+.PHONY: demo test zoo test-torch build lint format model wheel clean distclean
 
 demo: build
 	$(BIN)/python -m ulysses_op demo
 
-test: TESTS ?= tests
+test: TESTS ?= $(filter-out $(ZOO),$(wildcard tests/test_*.py))
 test: build
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS) $(TESTS)
+
+zoo: build
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) $(ZOO)
 
 # The extension includes no header of torch: the one that is built serves any torch of the same Python.
 test-torch: TESTS ?= $(COMPILE_TESTS)

@@ -81,7 +81,8 @@ def run_exact(
 @pytest.mark.parametrize("backend", ["shm", "c10d"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bitwise_as_eager(world_size: int, backend: str) -> None:
-    answers = ranks.pool(world_size).run(run_exact, backend, "cpu", False, 200, timeout_s=240)
+    calls = 200 if backend == "shm" else 50  # four ranks on two cores take their time in a process group
+    answers = ranks.pool(world_size).run(run_exact, backend, "cpu", False, calls, timeout_s=240)
     assert answers == [(backend, 0, LENT)] * world_size
 
 

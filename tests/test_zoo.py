@@ -312,6 +312,12 @@ CASES_OF_FOUR = [
     ("GroupedQueries", "inference"),
 ]
 
+# Where projections differ most: fused, of two widths, of two sequences, of a rank without tokens, of several layers.
+CASES_IN_PARTS = [
+    *((name, "inference") for name in ("FusedQKV", "GroupedQueries", "SelfAndCrossAttention", "EmptyShard")),
+    *(("FourLayers", "inference"), ("Checkpointed", "training")),
+]
+
 # Every test named here fails, and is to leave this table with the fix.
 BY_SIZE = "without the pass, Inductor orders exchanges by their sizes, which are not the same on all ranks"
 KNOWN: dict[tuple[str, str, str], str] = {("plain", "GroupedQueries", "training"): BY_SIZE}
@@ -404,7 +410,7 @@ def test_four_ranks(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    cases("parts", [*((name, mode) for name, mode in CASES if mode == "inference"), ("Checkpointed", "training")]),
+    cases("parts", CASES_IN_PARTS),
 )
 def test_projections_in_parts(name: str, mode: str) -> None:
     """Products before and behind the exchanges, taken apart however small they are."""
