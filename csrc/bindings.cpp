@@ -148,6 +148,7 @@ void bind_shared_memory(py::module_& m) {
             self.abort(kind_of(kind), message);
           },
           py::arg("kind"), py::arg("message"), Release())
+      .def("idle", &ShmTransport::idle)
       .def("shutdown", &ShmTransport::shutdown, py::arg("grace_s"), Release());
 }
 

@@ -79,6 +79,11 @@ void ShmTransport::abort(Failure::Kind kind, const std::string& message) {
   ended_.wait(lock, [this] { return commands_.empty() && !running_; });
 }
 
+bool ShmTransport::idle() const {
+  std::lock_guard lock(mutex_);
+  return commands_.empty() && !running_;
+}
+
 bool ShmTransport::shutdown(double grace_s) {
   {
     std::unique_lock lock(mutex_);

@@ -44,6 +44,8 @@ class ShmTransport {
   // Gives up: the peers are told, what is queued is dropped; returns when the copy thread touches no memory of the
   // caller any more.
   void abort(Failure::Kind kind, const std::string& message);
+  // Whether nothing is queued or running: what peers signal then was not asked for.
+  bool idle() const;
   // Lets queued commands run for at most grace_s, then gives up. Idempotent. True: nothing of the caller's is in use.
   bool shutdown(double grace_s);
 

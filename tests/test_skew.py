@@ -175,3 +175,32 @@ def test_without_a_handshake_the_loop_finds_wrong_elements(
     arguments = (MEMBERS[world_size], "shm", "cpu", CONTROL_GROUPS, (handshake,), 2.0)
     answers = pool.run(run_skew, *arguments, timeout_s=deadline_s(CONTROL_GROUPS))
     assert sum(answer["wrong"] for answer in answers if answer is not None) > 0, answers
+
+
+def first_group_with_late_ranks(rank: int, world_size: int) -> dict[str, str | None]:
+    """Rank 0 is late with its READY, rank 1 between two submissions: rank 2, in the rendezvous of the second one,
+    meanwhile sees the signal of a rank that has not come there.
+    """
+    table = tables(world_size, "cpu")
+    found = {}
+    with ranks.fresh_communicator(MEMBERS[world_size], "shm") as comm:
+        submit = comm._engine.submit
+
+        def submit_late(*arguments: Any) -> None:
+            time.sleep(1.5)
+            submit(*arguments)
+
+        if rank == 0:
+            comm._engine.submit = submit_late
+        with comm.group("v", "q") as group:
+            group.submit(oracle.make_input(table["v"], "scatter_heads", 0, rank), tag="v")
+            if rank == 1:
+                time.sleep(1.5)
+            group.submit(oracle.make_input(table["q"], "scatter_heads", 0, rank), tag="q")
+            for tag, result in zip(("v", "q"), group.wait(), strict=True):
+                found[tag] = oracle.difference(result, oracle.expected(table[tag], "scatter_heads", 0, rank))
+    return found
+
+
+def test_ranks_that_are_late_in_a_first_group_are_waited_for() -> None:
+    assert ranks.pool(3).run(first_group_with_late_ranks) == [{"v": None, "q": None}] * 3

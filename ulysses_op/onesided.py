@@ -75,9 +75,9 @@ class OneSidedEngine:
         skip_ready, skip_done = "ready" in _test_skip, "done" in _test_skip
         if self._pads is None:
             self._transport = _C.ShmTransport(board, timeout_s, skip_ready, skip_done)
-            self._channel.watch(board, signals=True)
+            self._channel.watch(board, self._transport.idle)
             return
-        self._channel.watch(board, signals=False)
+        self._channel.watch(board)
         context = cuda_context(self._device)
         self._transport = _C.CudaTransport(context, board, self._pads.addresses, timeout_s, skip_ready, skip_done)
         self._copy_stream = torch.cuda.ExternalStream(self._transport.copy_stream, self._device)

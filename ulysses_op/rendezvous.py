@@ -63,12 +63,13 @@ class Channel:
         self._timeout_s = timeout_s
         self._round = 0
         self._board: _C.Board | None = None
-        self._signals = False
+        self._idle: Callable[[], bool] | None = None
 
-    def watch(self, board: _C.Board, signals: bool) -> None:
-        """While waiting, notice peers that have ended or given up; with ``signals``, those that are in a handshake."""
+    def watch(self, board: _C.Board, idle: Callable[[], bool] | None = None) -> None:
+        """While waiting, notice peers that have ended or given up, and those that are in a handshake, where ``idle``
+        tells whether this rank is in none."""
         self._board = board
-        self._signals = signals
+        self._idle = idle
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order.
@@ -107,8 +108,8 @@ class Channel:
             )
 
     def _signalling(self) -> list[int]:
-        """Peers whose signal this rank has not asked for."""
-        if self._board is None or not self._signals:
+        """Peers whose signal this rank has not asked for; none while it is in a handshake itself, and may yet ask."""
+        if self._board is None or self._idle is None or not self._idle():
             return []
         return [peer for peer in range(self.world_size) if peer != self.rank and self._board.signalled(peer)]
 
