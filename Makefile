@@ -5,7 +5,8 @@
 #   make zoo      the tests of whole models under torch.compile, which take five minutes by themselves
 #   make build    compile and install for editing  make wheel   build dist/*.whl
 #   make model    check the protocol with spin     make clean   remove what was built (distclean: .venv too)
-#   make test-torch VERSION=2.14.1   run the tests that lean on torch's internals with another torch
+#   make test-torch VERSION=2.14.1      run the tests that lean on torch's internals with another torch
+#   make test-diffusers VERSION=0.38.0  run the tests of diffusers' models with another diffusers
 
 # The torch that development and CI use, here and nowhere else; users may have any that pyproject.toml allows.
 TORCH_VERSION := 2.13.0
@@ -17,12 +18,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
-ZOO := tests/test_zoo.py
+ZOO := tests/test_zoo.py tests/test_diffusers_compiled.py
+DIFFUSERS_TESTS := tests/test_diffusers.py tests/test_diffusers_compiled.py
 CXX_TESTS := $(wildcard tests/core/*.cpp)
 COMPILE_TESTS := $(addprefix tests/test_,ops.py grouping.py grouping_graph.py projections.py lending.py \
     double_backward.py events.py compile_cache.py compile_lengths.py compositions.py zoo.py)
 
-.PHONY: demo test zoo test-torch build lint format model wheel clean distclean
+.PHONY: demo test zoo test-torch test-diffusers build lint format model wheel clean distclean
 
 demo: build
 	$(BIN)/python -m ulysses_op demo
@@ -39,6 +41,13 @@ test-torch: TESTS ?= $(COMPILE_TESTS)
 test-torch: build $(if $(VERSION),$(VENV)/torch-$(VERSION)/.stamp)
 	$(if $(VERSION),,$(error VERSION=... says which torch))
 	PYTHONPATH=$(CURDIR) $(VENV)/torch-$(VERSION)/bin/python -m pytest -q $(PYTEST_ARGS) $(TESTS)
+
+# Beside the one that is installed, which it hides; what it depends on is there already.
+test-diffusers: TESTS ?= $(DIFFUSERS_TESTS)
+test-diffusers: build
+	$(if $(VERSION),,$(error VERSION=... says which diffusers))
+	$(PIP) install -q --no-deps --upgrade --target $(VENV)/diffusers-$(VERSION) diffusers==$(VERSION)
+	PYTHONPATH=$(CURDIR)/$(VENV)/diffusers-$(VERSION) $(BIN)/python -m pytest -q $(PYTEST_ARGS) $(TESTS)
 
 build: $(VENV)/.stamp-build
 
@@ -79,7 +88,7 @@ $(VENV)/.stamp-torch: Makefile | $(BIN)/python
 
 # Of the log, the line that says whether the CUDA half is compiled is shown, and warnings; all of it if the build fails.
 $(VENV)/.stamp-build: $(VENV)/.stamp-torch pyproject.toml setup.py $(CXX_SOURCES)
-	$(PIP) install -v --no-build-isolation -e '.[test]' >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+	$(PIP) install -v --no-build-isolation -e '.[test,diffusers]' >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	grep -E '^ *ulysses_op\._C: |: warning:' $(VENV)/build.log
 	touch $@
 
@@ -92,5 +101,5 @@ $(VENV)/torch-%/.stamp: pyproject.toml | $(VENV)/.stamp-build
 	touch $@
 
 $(VENV)/.stamp-lint: $(VENV)/.stamp-build
-	$(PIP) install -q --no-build-isolation -e '.[test,dev]'
+	$(PIP) install -q --no-build-isolation -e '.[test,diffusers,dev]'
 	touch $@

@@ -1,0 +1,218 @@
+"""Tiny transformers of diffusers with random weights, and inputs for them; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def wan(length: int, batch: int, generator: torch.Generator, heads: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """``length`` video tokens, in one row of patches."""
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=heads,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=3,
+    )
+    return model, {
+        "hidden_states": _random(generator, batch, 4, 1, 2, 2 * length),
+        "timestep": torch.full((batch,), 500),
+        "encoder_hidden_states": _random(generator, batch, 7, 16),
+    }
+
+
+def wan_by_token(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """With a time step for each token, as Wan 2.2 TI2V has it."""
+    model, inputs = wan(length, batch, generator, heads)
+    inputs["timestep"] = torch.randint(0, 1000, (batch, length), generator=generator)
+    return model, inputs
+
+
+def wan_image(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """With an image's tokens in the cross-attention, as Wan 2.1 I2V has them; text of the 512 tokens it takes for
+    granted."""
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=heads,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        image_dim=8,
+        added_kv_proj_dim=heads * 12,
+    )
+    _, inputs = wan(length, batch, generator, heads)
+    inputs["encoder_hidden_states"] = _random(generator, batch, 512, 16)
+    inputs["encoder_hidden_states_image"] = _random(generator, batch, 5, 8)
+    return model, inputs
+
+
+def flux(length: int, batch: int, generator: torch.Generator, heads: int, text: int = 5) -> Any:
+    """``length`` image tokens and ``text`` text tokens in joint attention."""
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=heads,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    positions = torch.stack([torch.zeros(length), torch.arange(length) // 4, torch.arange(length) % 4], 1)
+    return model, {
+        "hidden_states": _random(generator, batch, length, 4),
+        "encoder_hidden_states": _random(generator, batch, text, 32),
+        "pooled_projections": _random(generator, batch, 32),
+        "timestep": torch.full((batch,), 0.5),
+        "img_ids": positions,
+        "txt_ids": torch.zeros(text, 3),
+    }
+
+
+def flux_short_text(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """One text token: of the ranks behind the first none has any."""
+    return flux(length, batch, generator, heads, text=1)
+
+
+def qwen(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """A joint attention with a mask of the text."""
+    from diffusers import QwenImageTransformer2DModel
+
+    model = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=heads,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+    mask = torch.ones(batch, 9, dtype=torch.bool)
+    mask[-1, 4:] = False
+    return model, {
+        "hidden_states": _random(generator, batch, length, 16),
+        "encoder_hidden_states": _random(generator, batch, 9, 16),
+        "encoder_hidden_states_mask": mask,
+        "timestep": torch.full((batch,), 0.5),
+        "img_shapes": [[(1, 1, length)]] * batch,
+    }
+
+
+def qwen_without_mask(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    model, inputs = qwen(length, batch, generator, heads)
+    return model, {**inputs, "encoder_hidden_states_mask": None}
+
+
+def hunyuan_video(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """A joint attention, image before text, with a mask of the whole."""
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    model = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=heads,
+        attention_head_dim=10,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        patch_size=1,
+        patch_size_t=1,
+        guidance_embeds=True,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(2, 4, 4),
+    )
+    mask = torch.ones(batch, 9, dtype=torch.bool)
+    mask[-1, 4:] = False
+    return model, {
+        "hidden_states": _random(generator, batch, 4, 1, 1, length),
+        "timestep": torch.full((batch,), 500),
+        "encoder_hidden_states": _random(generator, batch, 9, 16),
+        "encoder_attention_mask": mask,
+        "pooled_projections": _random(generator, batch, 8),
+        "guidance": torch.full((batch,), 6.0),
+    }
+
+
+def ltx(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """Cross-attention to masked text; as many text tokens as two ranks have of 18 video tokens."""
+    from diffusers import LTXVideoTransformer3DModel
+
+    model = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=heads,
+        attention_head_dim=16,
+        cross_attention_dim=heads * 16,
+        num_layers=2,
+        caption_channels=16,
+    )
+    mask = torch.ones(batch, 9, dtype=torch.bool)
+    mask[-1, 4:] = False
+    return model, {
+        "hidden_states": _random(generator, batch, length, 8),
+        "encoder_hidden_states": _random(generator, batch, 9, 16),
+        "timestep": torch.full((batch,), 500),
+        "encoder_attention_mask": mask,
+        "num_frames": 1,
+        "height": 1,
+        "width": length,
+    }
+
+
+MODELS: dict[str, Callable[..., tuple[torch.nn.Module, dict[str, Any]]]] = {
+    builder.__name__: builder
+    for builder in (wan, wan_by_token, wan_image, flux, flux_short_text, qwen, qwen_without_mask, hunyuan_video, ltx)
+}
+
+
+def make(name: str, length: int, batch: int, heads: int = 4, seed: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model in evaluation mode, in fp32, and its inputs."""
+    torch.manual_seed(seed)
+    model, inputs = MODELS[name](length, batch, torch.Generator().manual_seed(seed), heads)
+    for parameter in model.parameters():  # what starts at zero would hide what comes before it
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.1)
+    return model.eval(), {**inputs, "return_dict": False}
+
+
+def moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+def compiled(model: torch.nn.Module, how: str) -> Callable[..., Any]:
+    """The model as it is called: eager, compiled as a whole by ulysses_op.compile or a backend of torch.compile, or
+    block by block."""
+    import ulysses_op
+
+    if how == "eager":
+        return model
+    torch._dynamo.reset()  # all models go through a function of diffusers whose versions are counted together
+    if how == "inductor":
+        return ulysses_op.compile(model, fullgraph=True)
+    if how == "blocks":
+        model.compile_repeated_blocks(fullgraph=True)
+        return model
+    return torch.compile(model, fullgraph=True, backend=how)
+
+
+def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)

@@ -1,0 +1,1 @@
+"""The exchange inside other libraries' models; each module needs its library."""

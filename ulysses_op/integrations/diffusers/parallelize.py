@@ -1,0 +1,104 @@
+"""One call that turns Ulysses on in a transformer of diffusers, and one that turns it off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...communicator import Communicator
+from ...process_groups import GroupLike
+from .attention import Backend, ParallelConfig, UlyssesAttention
+from .boundary import add_hooks, modules_named
+from .plans import Plan, plan_of
+from .streams import Streams
+
+
+def parallelize(
+    transformer: torch.nn.Module, group: GroupLike | Communicator = None, *, plan: Plan | None = None
+) -> Parallelized:
+    """Split the sequence of a diffusers transformer over the ranks of ``group``, from its next forward on.
+
+    All ranks call the model, or the pipeline around it, with the same inputs, and all get the whole output. Inside,
+    each has its part of the tokens, also where they do not divide; self-attention, and joint attention over text and
+    image, exchange heads for sequence, values first; cross-attention to text that all ranks have stays local. Call it
+    before torch.compile, and after ``set_attention_backend``, whose backend it then uses. Gradients of weights are
+    each rank's share, to be summed over the ranks.
+
+    transformer: a model with a context-parallel plan of its own, or HunyuanVideo; it is changed by hooks alone.
+    group: what :class:`ulysses_op.Communicator` takes, or a communicator, which several models may share.
+    plan: another plan than the model's.
+
+    Returns a handle whose ``remove()`` gives the model back as it was. Raises ValueError for a model that cannot be
+    split and for one that is split already.
+    """
+    if getattr(transformer, "_parallel_config", None) is not None or any(
+        getattr(module, "_parallel_config", None) is not None for module in _processors(transformer)
+    ):
+        raise ValueError(f"{type(transformer).__name__} is split already: remove() the other one first")
+    plan = plan or plan_of(transformer)
+    owned = not isinstance(group, Communicator)
+    communicator = group if isinstance(group, Communicator) else Communicator(group)
+    streams = Streams(communicator.world_size, communicator.rank, plan.order)
+    return Parallelized(transformer, plan, streams, communicator, owned)
+
+
+class Parallelized:
+    """A transformer whose sequence is split; a context manager that ends it. Made by :func:`parallelize`."""
+
+    def __init__(
+        self, transformer: torch.nn.Module, plan: Plan, streams: Streams, communicator: Communicator, owned: bool
+    ) -> None:
+        #: What the exchanges go through: its ``backend`` and ``reason`` tell how.
+        self.communicator = communicator
+        self._undo: list[Callable[[], object]] = [communicator.close] if owned else []
+        try:
+            for handle in add_hooks(transformer, plan, streams, communicator):
+                self._undo.append(handle.remove)
+            self._replace_attention(transformer, plan, UlyssesAttention(communicator, streams))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Give the model back as it was, and close the communicator if parallelize() made it. Idempotent; local."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Parallelized:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _replace_attention(self, transformer: torch.nn.Module, plan: Plan, exchanged: UlyssesAttention) -> None:
+        local = {id(module) for pattern in plan.local for module in modules_named(transformer, pattern)}
+        config = ParallelConfig()
+        backends: dict[Any, Backend] = {}
+        found = False
+        for module in transformer.modules():
+            processor: Any = getattr(module, "processor", None)
+            if id(module) in local or not hasattr(processor, "_parallel_config"):
+                continue
+            found = True
+            inner = processor._attention_backend
+            if inner not in backends:
+                backends[inner] = Backend(exchanged, inner)
+                self._undo.append(backends[inner].remove)
+            self._set(processor, "_attention_backend", backends[inner].name)
+            self._set(processor, "_parallel_config", config)
+            self._undo += [handle.remove for handle in exchanged.add_hooks(module)]
+        if not found:
+            raise ValueError(f"{type(transformer).__name__} has no attention that goes through diffusers' dispatch")
+
+    def _set(self, holder: Any, name: str, value: Any) -> None:
+        """Set an attribute of an instance until remove()."""
+        had = name in vars(holder)
+        before = getattr(holder, name)
+        setattr(holder, name, value)
+        self._undo.append(lambda: setattr(holder, name, before) if had else delattr(holder, name))
+
+
+def _processors(transformer: torch.nn.Module) -> list[Any]:
+    return [module.processor for module in transformer.modules() if hasattr(module, "processor")]

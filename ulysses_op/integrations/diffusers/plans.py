@@ -1,0 +1,114 @@
+"""Which tensors of a model are split where: diffusers' context-parallel plans, and ours where it has none that does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Split:
+    """One argument, or one output, of which each rank keeps its part.
+
+    dim: the dimension to split; ndim: how many dimensions the tensor must have to be split at all, None for any.
+    """
+
+    dim: int
+    ndim: int | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether these are tokens, (B, S, C), rather than something that belongs to them."""
+        return self.dim == 1 and self.ndim == 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model's sequence is split and put together. Modules are named as in ``named_modules()``, ``*`` standing
+    for any one part of a name, ``""`` for the model.
+
+    inputs: module, argument of its forward -> how it is split (a sequence of splits for an argument that is one).
+    outputs: module, index of its output -> how it is split.
+    gathers: modules whose output (B, S_local, C) becomes (B, S, C).
+    local: attention modules that need no exchange, since every rank has all of their keys and values.
+    order: the token sequences as the model puts them side by side for a joint attention.
+    """
+
+    gathers: Sequence[str]
+    inputs: Mapping[str, Mapping[str, Split | Sequence[Split]]] = field(default_factory=dict)
+    outputs: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
+    local: Sequence[str] = ()
+    order: Sequence[str] | None = None
+
+
+_TOKENS = Split(1, 3)
+_TEXT_FIRST = ("encoder_hidden_states", "hidden_states")
+_TEXT_LAST = ("hidden_states", "encoder_hidden_states")
+
+_ORDERS = {
+    "FluxTransformer2DModel": _TEXT_FIRST,
+    "QwenImageTransformer2DModel": _TEXT_FIRST,
+}
+
+_PLANS = {
+    # diffusers has no plan for it.
+    "HunyuanVideoTransformer3DModel": Plan(
+        inputs={"transformer_blocks.0": {"hidden_states": _TOKENS, "encoder_hidden_states": _TOKENS}},
+        outputs={"rope": {0: Split(0, 2), 1: Split(0, 2)}},
+        gathers=("proj_out",),
+        order=_TEXT_LAST,
+    ),
+    # diffusers' plan splits the text, which its cross-attention then exchanges, and queries with it, in every block;
+    # its mask stays a part. Every rank has the text: attn2 needs nothing of the others.
+    "LTXVideoTransformer3DModel": Plan(
+        inputs={"": {"hidden_states": _TOKENS}},
+        outputs={"rope": {0: Split(1, 3), 1: Split(1, 3)}},
+        gathers=("proj_out",),
+        local=("transformer_blocks.*.attn2",),
+    ),
+}
+
+
+def plan_of(model: Any) -> Plan:
+    """The plan for a diffusers model: ours if it has one, else what its class states in ``_cp_plan``.
+
+    Raises ValueError for a model without either, and for variants that cannot be split.
+    """
+    name = type(model).__name__
+    if name == "HunyuanVideoTransformer3DModel" and model.config.image_condition_type == "token_replace":
+        raise ValueError(
+            "HunyuanVideoTransformer3DModel with image_condition_type='token_replace' modulates the first frame's "
+            "tokens apart, by their number, which a rank's part does not have: it cannot be split"
+        )
+    if name in _PLANS:
+        return _PLANS[name]
+    stated = getattr(model, "_cp_plan", None)
+    if not stated:
+        raise ValueError(f"{name} has no context-parallel plan (_cp_plan): pass one, parallelize(..., plan=Plan(...))")
+    return from_diffusers(stated, _ORDERS.get(name))
+
+
+def from_diffusers(stated: Mapping[str, Any], order: Sequence[str] | None = None) -> Plan:
+    """A ``_cp_plan`` of diffusers as a :class:`Plan`.
+
+    Raises ValueError for an output that is gathered along another dimension than 1.
+    """
+    inputs: dict[str, dict[str, Split | Sequence[Split]]] = {}
+    outputs: dict[str, dict[int, Split]] = {}
+    gathers: list[str] = []
+    for module, entry in stated.items():
+        if not isinstance(entry, Mapping):
+            for output in entry if isinstance(entry, (list, tuple)) else (entry,):
+                if output.gather_dim != 1:
+                    raise ValueError(f"the output of {module!r} is gathered along {output.gather_dim}, 1 is supported")
+            gathers.append(module)
+            continue
+        for key, split in entry.items():
+            if isinstance(key, int):
+                outputs.setdefault(module, {})[key] = Split(split.split_dim, split.expected_dims)
+            elif isinstance(split, (list, tuple)):
+                inputs.setdefault(module, {})[key] = [Split(part.split_dim, part.expected_dims) for part in split]
+            else:
+                inputs.setdefault(module, {})[key] = Split(split.split_dim, split.expected_dims)
+    return Plan(gathers=gathers, inputs=inputs, outputs=outputs, order=order)
