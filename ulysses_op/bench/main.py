@@ -15,6 +15,7 @@ import torch
 
 from ..launch import LaunchError, add_arguments, place, positive_seconds, run, under_torchrun
 from .block import ATTENTIONS, block_table, print_block_table
+from .diffusers import MODELS, diffusers_table, print_diffusers_table
 from .exchange import exchange_tables, print_exchange_table
 from .host import host_table, print_host_table
 from .measure import Effort, Ranks, provenance
@@ -29,11 +30,12 @@ levels:
   exchange   the grouped scatter of q, k and v, and the gather of o
   block      fused projection, norm + RoPE, exchange, attention, exchange back, output projection; V first by hand
   compiled   the same written plainly, as one compiled graph
+  diffusers  a transformer of diffusers at its real size, against diffusers' own context parallelism (GPUs only)
   host       what a group costs the host, eager and through the ops of compiled code
 
 exit status: 0 what was measured was right; 1 an output was wrong or a contender failed; 2 nothing could be measured"""
 
-LEVELS = ("exchange", "block", "compiled", "host")
+LEVELS = ("exchange", "block", "compiled", "diffusers", "host")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 _DEFAULT_SHAPES: dict[str, list[Shape]] = {
@@ -58,6 +60,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", nargs="+", type=_shape, default=[], metavar="B,S_local,H,D", help="shapes by number, of each rank"
     )
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["wan-14b"], help="of level diffusers")
+    parser.add_argument("--layers", type=int, help="of level diffusers' models, default: all of them")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float32 on the CPU, bfloat16 on GPUs")
     parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="sdpa", help="of the blocks, default: sdpa")
     parser.add_argument(
@@ -76,21 +80,23 @@ def main(options: argparse.Namespace) -> int:
         placement = place(options.ranks, options.device)
         if placement.note:
             print(placement.note, file=sys.stderr)
-        _check_files(options)
+        _check_requirements(options)
         return run(bench, (options, _command()), placement, options.timeout)
     except LaunchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    """Raises LaunchError for what could not be written in the end."""
+def _check_requirements(options: argparse.Namespace) -> None:
+    """Raises LaunchError for what could not be written in the end, and for packages that are missing."""
     for path in filter(None, (options.json, options.plot)):
         folder = os.path.dirname(path) or "."
         if not os.access(folder, os.W_OK) or os.path.isdir(path):
             raise LaunchError(
                 f"{path} cannot be written: {folder} is no folder that can be written to, or it is one itself"
             )
+    if "diffusers" in options.level and importlib.util.find_spec("diffusers") is None:
+        raise LaunchError("--level diffusers needs it: pip install 'ulysses_op[diffusers]'")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise LaunchError("--plot needs matplotlib: pip install 'ulysses_op[plot]'")
 
@@ -146,7 +152,15 @@ def _tables(
     if not options.shape and not options.profile:
         shapes = _DEFAULT_SHAPES[device.type]
     for level in options.level:
-        for shape in shapes:
+        for name in options.model if level == "diffusers" else ():
+            if not ranks.on_cuda:
+                left_out.append(f"diffusers {name}: it needs GPUs")
+            elif ranks.over_budget():
+                left_out.append(f"diffusers {name}: the budget of {options.budget:.0f} s was used up")
+            else:
+                yield diffusers_table(name, options.layers, effort, ranks)
+                torch.cuda.empty_cache()
+        for shape in shapes if level != "diffusers" else ():
             if shape[2] % ranks.world_size:
                 left_out.append(f"{level} {shape}: H = {shape[2]} does not divide by {ranks.world_size} ranks")
             elif level in ("block", "compiled") and shape[0] != 1:
@@ -165,6 +179,7 @@ def _print(table: dict[str, Any]) -> None:
     printers = {
         "attention block": print_block_table,
         "compiled block": print_compiled_table,
+        "diffusers": print_diffusers_table,
         "host": print_host_table,
     }
     printers.get(table["what"], print_exchange_table)(table)

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -160,9 +160,14 @@ class Replay:
 
 
 def measure(
-    ranks: Ranks, contenders: Sequence[Contender], sets: Sequence[Any], effort: Effort
+    ranks: Ranks,
+    contenders: Sequence[Contender],
+    sets: Sequence[Any],
+    effort: Effort,
+    modes: Collection[str] = (ALONE, QUEUED, CAPTURED),
 ) -> dict[str, dict[str, Any]]:
-    """Check, then time every contender. Returns, by name and mode, a summary, or the ``reason`` why there is none.
+    """Check, then time every contender, in those of ``modes`` that the device has. Returns, by name and mode, a
+    summary, or the ``reason`` why there is none.
 
     A contender that raises or whose outputs are wrong is ``failed``, and left out on all ranks.
     """
@@ -178,8 +183,9 @@ def measure(
 
     calls: dict[str, Callable[[int], Any]] = {contender.name: partial(_run, contender, sets) for contender in sound}
     for mode in (ALONE, QUEUED) if ranks.on_cuda else (ALONE,):
-        _round_robin(ranks, calls, len(sets), mode, effort, results)
-    if ranks.on_cuda and not ranks.over_budget():
+        if mode in modes:
+            _round_robin(ranks, calls, len(sets), mode, effort, results)
+    if ranks.on_cuda and CAPTURED in modes and not ranks.over_budget():
         replays: dict[str, Callable[[int], Outputs]] = {}
         for contender in sound:
             of_sets: list[Replay] = []

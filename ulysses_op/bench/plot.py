@@ -40,7 +40,9 @@ def plot(tables: Sequence[dict[str, Any]], facts: dict[str, str], path: str) -> 
             axis.barh(places, medians, height=width, xerr=spread, label=mode, error_kw={"elinewidth": 1})
         axis.set_yticks([place + (len(modes) - 1) * width / 2 for place in range(len(rows))], list(rows))
         axis.invert_yaxis()
-        axis.set_title(f"{table['what']}, (B, S_local, H, D) = {tuple(table['shape'])}", fontsize=10, loc="left")
+        shape = table["shape"]
+        named = shape if isinstance(shape, str) else f"(B, S_local, H, D) = {tuple(shape)}"
+        axis.set_title(f"{table['what']}, {named}", fontsize=10, loc="left")
         axis.set_xlabel("us")
         axis.legend(fontsize=8)
     figure.suptitle(", ".join(facts[name] for name in ("devices", "torch", "date") if name in facts), fontsize=9)
