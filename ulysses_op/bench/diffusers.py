@@ -80,13 +80,12 @@ def diffusers_table(name: str, layers: int | None, effort: Effort, ranks: Ranks)
 
     communicator = Communicator()
     contenders = []
-    theirs: Any
-    own: Any
     for compiled in (False, True):
         theirs, own = (copy.deepcopy(dense, {id(weight): weight for weight in dense.parameters()}) for _ in range(2))
         theirs.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks.world_size))
         parallelize(own, communicator)
-        for title, split in ((THEIRS, theirs), (OWN, own)):
+        pair: list[tuple[str, Any]] = [(THEIRS, theirs), (OWN, own)]
+        for title, split in pair:
             if compiled:
                 split.compile_repeated_blocks(fullgraph=True)
             label = f"{title}, {'blocks compiled' if compiled else 'eager'}"
