@@ -4,18 +4,16 @@ pass, by NCCL's all-to-all between permutes, and left out. Then what the device 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single
-from torch.profiler import ProfilerActivity, profile
 
 from ..communicator import Communicator
 from ..compiling import compile as compile_exchanges
@@ -34,6 +32,7 @@ from .block import (
     without_communication,
 )
 from .contenders import by_peer, communicators, label
+from .device_timeline import COPY, Span, overlap, record, split_steps, total
 from .measure import Contender, Effort, Outputs, Ranks, format_table, measure
 from .profiles import Shape
 
@@ -43,7 +42,6 @@ COMPILERS: dict[str, Callable[..., Any]] = {
     WHOLE: partial(compile_exchanges, split_projections=False),
     PASS: compile_exchanges,
 }
-HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host is ahead
 
 
 def by_functions(communicator: Communicator) -> Exchanges:
@@ -118,46 +116,20 @@ def print_compiled_table(table: dict[str, Any]) -> None:
         print_timeline(name, found)
 
 
-class Span(NamedTuple):
-    """Microseconds since the first span's start."""
-
-    kind: str
-    name: str
-    start: float
-    end: float
-    stream: int
-    nbytes: int
-
-
 def timeline(call: Callable[[], Any], ranks: Ranks) -> list[Span]:
     """What the device does in one call, the ranks in step and the host ahead."""
     for _ in range(2):  # captured groups have kept their targets: others come up
         call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        ranks.in_step()
-        call()
-        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    found = [
-        Span(e["cat"], e["name"], e["ts"], e["ts"] + e["dur"], e["args"]["stream"], e["args"].get("bytes", 0))
-        for e in events
-        if e.get("cat") in ("kernel", "gpu_memcpy")
-    ]
-    begin = max(span.end for span in found if "nccl" in span.name)  # what puts the ranks in step
-    found = sorted((span for span in found if span.start >= begin), key=lambda span: span.start)
-    origin = found[0].start
-    return [span._replace(start=span.start - origin, end=span.end - origin) for span in found]
+        spans = record(call, ranks, Path(directory) / "trace.json")
+    return split_steps(spans)[-1]
 
 
 def print_timeline(name: str, spans: list[Span]) -> None:
     attention = next(i for i, s in enumerate(spans) if any(x in s.name.lower() for x in ("flash", "fmha", "sdpa")))
     work = [span for span in spans[:attention] if span.name.startswith("triton")]
-    copies = [span for span in spans[:attention] if span.kind == "gpu_memcpy" and span.nbytes > 1024]
+    copies = [span for span in spans[:attention] if span.kind == COPY and span.nbytes > 1024]
     print(f"\none call, {name}")
     rows = [
         [span.name[:48], f"{span.start:.0f}", f"{span.end - span.start:.0f}", str(span.stream), str(span.nbytes or "")]
@@ -167,16 +139,3 @@ def print_timeline(name: str, spans: list[Span]) -> None:
     both = overlap(work, copies)
     print(f"norm + RoPE {total(work):.0f} us, copies {total(copies):.0f} us, of which at once {both:.0f} us")
     print(f"attention begins at {spans[attention].start:.0f} us")
-
-
-def total(spans: list[Span]) -> float:
-    """How long at least one of them runs."""
-    covered, reached = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start):
-        covered += max(0.0, span.end - max(span.start, reached))
-        reached = max(reached, span.end)
-    return covered
-
-
-def overlap(some: list[Span], others: list[Span]) -> float:
-    return total(some) + total(others) - total([*some, *others])

@@ -6,21 +6,21 @@ import argparse
 import importlib.util
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ..launch import LaunchError, add_arguments, place, positive_seconds, run, under_torchrun
+from ..launch import LaunchError, add_arguments, place, positive_seconds, run
+from .arguments import add_shape_arguments, chosen_dtype, chosen_shapes, command_line, number_from, unfit
 from .block import ATTENTIONS, block_table, print_block_table
 from .diffusers import MODELS, diffusers_table, print_diffusers_table
 from .exchange import exchange_tables, print_exchange_table
 from .host import host_table, print_host_table
 from .measure import Effort, Ranks, provenance
 from .plot import plot
-from .profiles import PROFILES, Shape, shape_of
+from .profiles import Shape
 
 DESCRIPTION = """\
 Times the exchanges, and attention blocks around them, against a process group's all-to-all and against the same block
@@ -36,8 +36,6 @@ levels:
 exit status: 0 what was measured was right; 1 an output was wrong or a contender failed; 2 nothing could be measured"""
 
 LEVELS = ("exchange", "block", "compiled", "diffusers", "host")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 _DEFAULT_SHAPES: dict[str, list[Shape]] = {
     "cuda": [(1, 9472, 28, 128), (1, 9472, 56, 128), (1, 3120, 40, 128), (1, 16380, 40, 128)],
     "cpu": [(1, 512, 8, 64), (1, 8192, 8, 64), (1, 32768, 8, 64)],  # 1, 16, 64 MiB a tensor in float32
@@ -56,18 +54,16 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     add_arguments(parser)
     parser.add_argument("--level", nargs="+", choices=LEVELS, default=["exchange"], help="default: exchange")
-    parser.add_argument("--profile", nargs="+", choices=PROFILES, default=[], help="shapes by name")
-    parser.add_argument(
-        "--shape", nargs="+", type=_shape, default=[], metavar="B,S_local,H,D", help="shapes by number, of each rank"
-    )
+    add_shape_arguments(parser)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["wan-14b"], help="of level diffusers")
     parser.add_argument("--layers", type=int, help="of level diffusers' models, default: all of them")
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float32 on the CPU, bfloat16 on GPUs")
     parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="sdpa", help="of the blocks, default: sdpa")
     parser.add_argument(
-        "--warmups", type=_positive, default=10, help="rounds before those that count, 2 or more, default: 10"
+        "--warmups", type=number_from(2), default=10, help="rounds before those that count, 2 or more, default: 10"
     )
-    parser.add_argument("--iterations", type=_positive, default=50, help="rounds that count, 2 or more, default: 50")
+    parser.add_argument(
+        "--iterations", type=number_from(2), default=50, help="rounds that count, 2 or more, default: 50"
+    )
     what = "shapes that have not begun then are left out, default: 240"
     parser.add_argument("--budget", type=positive_seconds, default=240.0, metavar="SECONDS", help=what)
     parser.add_argument("--json", metavar="FILE", help="write everything there, each iteration included")
@@ -81,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
         if placement.note:
             print(placement.note, file=sys.stderr)
         _check_requirements(options)
-        return run(bench, (options, _command()), placement, options.timeout)
+        return run(bench, (options, command_line()), placement, options.timeout)
     except LaunchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -135,7 +131,7 @@ def _tables(
     """The tables as they are measured; what is left out, and why, goes to ``left_out``."""
     from .compiled import compiled_table  # which imports Inductor
 
-    dtype = _DTYPES[options.dtype or _DEFAULT_DTYPE[device.type]]
+    dtype = chosen_dtype(options, device.type)
     effort = Effort(options.warmups, options.iterations)
     levels: dict[str, Callable[[Shape], list[dict[str, Any]]]] = {
         "exchange": lambda shape: exchange_tables(shape, dtype, effort, ranks),
@@ -143,14 +139,7 @@ def _tables(
         "compiled": lambda shape: [compiled_table(shape, dtype, options.attention, effort, ranks)],
         "host": lambda shape: [host_table(shape, dtype, effort, ranks)],
     }
-    shapes: list[Shape] = list(options.shape)
-    for name in options.profile:
-        try:
-            shapes.append(shape_of(name, ranks.world_size))
-        except ValueError as error:
-            left_out.append(str(error))
-    if not options.shape and not options.profile:
-        shapes = _DEFAULT_SHAPES[device.type]
+    shapes = chosen_shapes(options, ranks.world_size, _DEFAULT_SHAPES[device.type], left_out)
     for level in options.level:
         for name in options.model if level == "diffusers" else ():
             if not ranks.on_cuda:
@@ -161,10 +150,9 @@ def _tables(
                 yield diffusers_table(name, options.layers, effort, ranks)
                 torch.cuda.empty_cache()
         for shape in shapes if level != "diffusers" else ():
-            if shape[2] % ranks.world_size:
-                left_out.append(f"{level} {shape}: H = {shape[2]} does not divide by {ranks.world_size} ranks")
-            elif level in ("block", "compiled") and shape[0] != 1:
-                left_out.append(f"{level} {shape}: the blocks take B = 1")
+            lack = unfit(shape, ranks.world_size, for_block=level in ("block", "compiled"))
+            if lack:
+                left_out.append(f"{level} {shape}: {lack}")
             elif ranks.over_budget():
                 left_out.append(f"{level} {shape}: the budget of {options.budget:.0f} s was used up")
             else:
@@ -203,25 +191,3 @@ def _finish(
             json.dump(everything, file, indent=1)
     if options.plot:
         plot(tables, facts, options.plot)
-
-
-def _command() -> str:
-    launcher = "torchrun ... -m" if under_torchrun() else "python -m"
-    return f"{launcher} ulysses_op {shlex.join(sys.argv[1:])}"
-
-
-def _shape(text: str) -> Shape:
-    try:
-        batch, seq_local, num_heads, head_dim = (int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not four sizes B,S_local,H,D") from None
-    if min(batch, seq_local, num_heads, head_dim) < 1 or head_dim % 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: sizes must be positive, and D even")
-    return batch, seq_local, num_heads, head_dim
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 2:
-        raise argparse.ArgumentTypeError(f"{value} is too few: at least 2")
-    return value

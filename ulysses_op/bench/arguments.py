@@ -1,0 +1,79 @@
+"""Arguments that commands around attention blocks share: which shapes, of which element type."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..launch import under_torchrun
+from .profiles import PROFILES, Shape, shape_of
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that :func:`chosen_shapes` and :func:`chosen_dtype` read."""
+    parser.add_argument("--profile", nargs="+", choices=PROFILES, default=[], help="shapes by name")
+    parser.add_argument(
+        "--shape", nargs="+", type=_shape, default=[], metavar="B,S_local,H,D", help="shapes by number, of each rank"
+    )
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float32 on the CPU, bfloat16 on GPUs")
+
+
+def chosen_shapes(
+    options: argparse.Namespace, world_size: int, default: Sequence[Shape], left_out: list[str]
+) -> list[Shape]:
+    """The shapes asked for, else the default ones. Profiles that ``world_size`` ranks cannot split go to ``left_out``,
+    a sentence each.
+    """
+    shapes: list[Shape] = list(options.shape)
+    for name in options.profile:
+        try:
+            shapes.append(shape_of(name, world_size))
+        except ValueError as error:
+            left_out.append(str(error))
+    return shapes if options.shape or options.profile else list(default)
+
+
+def chosen_dtype(options: argparse.Namespace, device_type: str) -> torch.dtype:
+    return _DTYPES[options.dtype or _DEFAULT_DTYPE[device_type]]
+
+
+def unfit(shape: Shape, world_size: int, for_block: bool) -> str:
+    """Why ranks cannot exchange the shape, or the attention blocks not take it; empty where they can."""
+    if shape[2] % world_size:
+        return f"H = {shape[2]} does not divide by {world_size} ranks"
+    return "the blocks take B = 1" if for_block and shape[0] != 1 else ""
+
+
+def number_from(least: int) -> Callable[[str], int]:
+    """An argument's type: a whole number of at least ``least``."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is too few: at least {least}")
+        return value
+
+    return number
+
+
+def command_line() -> str:
+    """How this command was started."""
+    launcher = "torchrun ... -m" if under_torchrun() else "python -m"
+    return f"{launcher} ulysses_op {shlex.join(sys.argv[1:])}"
+
+
+def _shape(text: str) -> Shape:
+    try:
+        batch, seq_local, num_heads, head_dim = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not four sizes B,S_local,H,D") from None
+    if min(batch, seq_local, num_heads, head_dim) < 1 or head_dim % 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes must be positive, and D even")
+    return batch, seq_local, num_heads, head_dim
