@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from . import __version__, doctor
 from .bench import main as bench
 from .demo import main as demo
+from .trace import main as trace
 
 _COMMANDS = {
     "bench": (bench, "the exchanges and attention blocks timed, against collectives and against no communication"),
     "demo": (demo, "an attention block over a video clip, split over ranks, checked and timed"),
     "doctor": (doctor, "which backends run here, which do not, and why"),
+    "trace": (trace, "an attention block's timeline on GPUs, and how much of each copy compute hides"),
 }
 
 
