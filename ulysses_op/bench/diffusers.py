@@ -98,7 +98,7 @@ def diffusers_table(name: str, layers: int | None, effort: Effort, ranks: Ranks)
         "what": "diffusers",
         "shape": name,
         "layers": layers or "all",
-        "backend": communicator.known_backend(),
+        "backend": communicator.known_backend,
         "rows": rows,
     }
 
