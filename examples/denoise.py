@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/denoise.py --model lingbot
 
 The model's weights go to the CPU and come back between two requests, while the communicator lives on with its buffers.
-Every result is held against the dense model (dense.py). Ctrl-C stops all ranks after the step that they are in. Ranks
-without GPUs run a small model, others one block's real widths. ``--help`` lists what can be chosen.
+Every result is held against the dense model (dense.py). Ctrl-C stops all ranks after the step that they are in. On GPUs
+blocks have their real widths, on the CPU they are small. ``--help`` lists what can be chosen.
 
 exit status: 0 all results are as good as the dense model's, or it was stopped; 1 one is not; 2 it could not run
 """
@@ -120,8 +120,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         placement = place(options.ranks, options.device)
-        if placement.world_size % options.tensor_parallel:
-            raise LaunchError(f"{placement.world_size} ranks do not split by {options.tensor_parallel}")
+        if options.tensor_parallel < 1 or placement.world_size % options.tensor_parallel:
+            raise LaunchError(f"{placement.world_size} ranks do not split into parts of {options.tensor_parallel}")
         if options.model != "h3" and (options.tensor_parallel > 1 or options.compile):
             raise LaunchError("--tensor-parallel and --compile are for h3")
         with NotedInterrupt():  # the ranks get it too, and end by themselves

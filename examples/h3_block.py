@@ -119,7 +119,7 @@ class H3(nn.Module):
         self.tensor = tensor
         self.time = nn.Parameter(torch.empty(size.hidden))
         self.blocks = nn.ModuleList(H3Block(size, comm, tensor, schedule) for _ in range(num_blocks))
-        self.run_block: Callable[[H3Block, Tensor, Tensor], Tensor] = H3Block.__call__
+        self.run_block: Callable[[H3Block, Tensor, Tensor], Tensor] = H3Block.forward
 
     def forward(self, x: Tensor, rope: Tensor, t: float) -> Tensor:
         """x: this rank's rows, (B, S_local, hidden), at time ``t``; rope: of these rows. Returns the shape of x."""

@@ -11,7 +11,7 @@ import dense
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from h3_block import H3, H3Size, Schedule
+from h3_block import H3, H3Block, H3Size, Schedule
 from lingbot_block import LingBot, LingBotSize
 from rotary import rope_table
 from torch import Tensor, nn
@@ -58,8 +58,7 @@ class H3Session:
             self.model = H3(size, num_blocks, comm, tensor, schedule).to(dtype)
         self.model.load_whole(self.weights)
         if compiled:
-            run = ulysses_op.compile(lambda block, x, rope: block.forward(x, rope), fullgraph=True)
-            self.model.run_block = run
+            self.model.run_block = ulysses_op.compile(H3Block.forward, fullgraph=True)
         positions = torch.arange(tokens, device=device)
         self.rope = rope_table(positions[self.rows], size.head_dim)
 
