@@ -181,8 +181,12 @@ void bind_cuda(py::module_& m) {
       .def("capture_id", &CudaTransport::capture_id, py::arg("stream"))
       .def("begin", &CudaTransport::begin, py::arg("ready"), py::arg("stream"), py::arg("readers"),
            py::arg("capturing"), Release())
-      .def("put", &CudaTransport::put, py::arg("route"), py::arg("source"), py::arg("own_target"), py::arg("stream"),
-           py::arg("capturing"), Release())
+      .def(
+          "put",
+          [](CudaTransport& self, std::shared_ptr<Route> route, uintptr_t source, uintptr_t own_target,
+             uintptr_t stream, bool capturing) { self.put(std::move(route), source, own_target, stream, capturing); },
+          py::arg("route"), py::arg("source"), py::arg("own_target"), py::arg("stream"), py::arg("capturing"),
+          Release())
       .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"), Release())
       .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("number"), py::arg("capturing"), Release())
       .def("failure", &CudaTransport::failure)

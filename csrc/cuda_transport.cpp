@@ -167,22 +167,32 @@ void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<ui
   for (uintptr_t reader : readers) join({copy_stream_, own_stream_}, stream_of(reader), event);
   join({copy_stream_, own_stream_}, stream_of(stream), event);
   joined_ = stream;
+  held_back_.reset();  // of a group that was given up
   if (!skip_ready_) handshake(Signal::kReady, ready);
 }
 
-void CudaTransport::put(const Route& route, uintptr_t source, uintptr_t own_target, uintptr_t stream, bool capturing) {
+void CudaTransport::put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream,
+                        bool capturing) {
   CudaContextGuard guard(context_);
   CUevent event = capturing ? captured_input_ready_ : input_ready_;
   if (joined_ != stream) join({copy_stream_, own_stream_}, stream_of(stream), event);
   joined_.reset();
-  for (const PitchedCopy& copy : route.plan.copies)
-    copy_slice(copy, source, route.targets[static_cast<size_t>(copy.peer)], copy_stream_);
-  if (own_target == 0) return;
-  for (const PitchedCopy& copy : route.plan.own) copy_slice(copy, source, own_target, own_stream_);
+  for (const PitchedCopy& copy : route->plan.copies)
+    copy_slice(copy, source, route->targets[static_cast<size_t>(copy.peer)], copy_stream_);
+  queue_own_slice();
+  if (own_target != 0) held_back_ = OwnSlice{std::move(route), source, own_target};
+}
+
+void CudaTransport::queue_own_slice() {
+  if (!held_back_) return;
+  for (const PitchedCopy& copy : held_back_->route->plan.own)
+    copy_slice(copy, held_back_->source, held_back_->target, own_stream_);
+  held_back_.reset();
 }
 
 uint64_t CudaTransport::end(uint64_t done, bool capturing) {
   CudaContextGuard guard(context_);
+  queue_own_slice();
   if (!skip_done_) handshake(Signal::kDone, done);
   const uint64_t number = ++groups_;
   const Ends ends = capturing ? captured_ends_[number % kMaxUnwaited] : Ends{take_event(), take_event()};

@@ -61,8 +61,10 @@ class CudaTransport {
   // `capturing` says that `stream` is being captured; a group begins and ends in one capture.
   // `readers` are further streams on which earlier results may still be read.
   void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing);
-  // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream.
-  void put(const Route& route, uintptr_t source, uintptr_t own_target, uintptr_t stream, bool capturing);
+  // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream, when the next put or
+  // the end comes: the source stays until then.
+  void put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream,
+           bool capturing);
   // The number of the group that ends. Later groups may begin before it is waited for, kMaxUnwaited at most.
   uint64_t end(uint64_t done, bool capturing);
   void wait(uintptr_t stream, uint64_t number, bool capturing);
@@ -88,6 +90,14 @@ class CudaTransport {
   };
   struct PadImage;
 
+  // An own slice that is not queued yet. The caller keeps its source until the group has ended.
+  struct OwnSlice {
+    std::shared_ptr<const Route> route;
+    uintptr_t source;
+    uintptr_t target;
+  };
+
+  void queue_own_slice();  // the one that is held back, if any
   // Makes the waiters stand behind what is on `stream` now.
   void join(std::initializer_list<CUstream> waiters, CUstream stream, CUevent event);
   void handshake(Signal signal, uint64_t value);
@@ -116,6 +126,9 @@ class CudaTransport {
   CUstream watch_stream_ = nullptr;
   CUevent input_ready_ = nullptr;    // re-recorded by every join; a wait keeps what it saw
   std::optional<uintptr_t> joined_;  // the stream that a begin has joined, for the put right behind it
+  // Own slices are copied by multiprocessors, each one submission late: beside the next copy to the peers, instead of
+  // what the caller computes until then.
+  std::optional<OwnSlice> held_back_;
   // Captured events cannot be queried or waited for outside, so they are apart.
   CUevent captured_input_ready_ = nullptr;
   std::array<Ends, kMaxUnwaited> captured_ends_{};  // by group number; a wait keeps what it saw

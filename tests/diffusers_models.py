@@ -210,7 +210,12 @@ def compiled(model: torch.nn.Module, how: str) -> Callable[..., Any]:
         return ulysses_op.compile(model, fullgraph=True)
     if how == "blocks":
         model.compile_repeated_blocks(fullgraph=True)
-        return model
+
+        def called(**inputs: Any) -> Any:
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                return model(**inputs)
+
+        return called
     return torch.compile(model, fullgraph=True, backend=how)
 
 

@@ -32,7 +32,7 @@ def test_compiled_as_one_graph(name: str) -> None:
     run(name, "aot_eager")
 
 
-def test_compiled_block_by_block() -> None:
+def test_blocks_share_what_is_compiled() -> None:
     run("wan", "blocks")
 
 

@@ -155,16 +155,16 @@ class UlyssesAttention:
         they are.
         """
         projections = [getattr(module, name, None) for name in ("to_v", "to_qkv")]
-        handles = [
+        return [
             projection.register_forward_hook(_ValueProjection(self))
             for projection in projections
             if isinstance(projection, torch.nn.Module)
         ]
-        if handles:
-            handles.append(module.register_forward_hook(self._end_attention, always_call=True))
-        return handles
 
-    def _end_attention(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of the model, called after an exception too: values that are on their way then are of a group
+        that peers must not wait for.
+        """
         if torch.compiler.is_compiling() or self._submitted is None:
             return
         early, self._submitted = self._submitted, None

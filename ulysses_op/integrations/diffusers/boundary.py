@@ -132,7 +132,8 @@ def _part(streams: Streams, x: Any, split: Split, stream: str | None) -> Any:
         return x
     if stream is not None and split.is_stream:
         streams.add(stream, x.shape[split.dim])
-    return streams.part(x, split.dim)
+    # Blocks that are compiled one by one see the first one's input laid out as that of the others.
+    return streams.part(x, split.dim).contiguous()
 
 
 def all_gather(x: torch.Tensor, lengths: Sequence[int], communicator: Communicator) -> torch.Tensor:

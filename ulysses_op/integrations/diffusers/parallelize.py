@@ -74,6 +74,8 @@ class Parallelized:
 
     def _replace_attention(self, transformer: torch.nn.Module, plan: Plan, exchanged: UlyssesAttention) -> None:
         local = {id(module) for pattern in plan.local for module in modules_named(transformer, pattern)}
+        # Of the model alone: blocks that are compiled one by one share what is compiled only if their hooks are alike.
+        self._undo.append(transformer.register_forward_hook(exchanged.end_forward, always_call=True).remove)
         config = ParallelConfig()
         backends: dict[Any, Backend] = {}
         found = False
