@@ -209,7 +209,7 @@ def compiled(model: torch.nn.Module, how: str) -> Callable[..., Any]:
     if how == "inductor":
         return ulysses_op.compile(model, fullgraph=True)
     if how == "blocks":
-        model.compile_repeated_blocks(fullgraph=True)
+        model.compile_repeated_blocks(fullgraph=True, options=ulysses_op.compile_options())
 
         def called(**inputs: Any) -> Any:
             with torch._dynamo.config.patch(error_on_recompile=True):

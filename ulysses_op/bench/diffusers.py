@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..communicator import Communicator
+from ..compiling import compile_options
 from .measure import ALONE, Contender, Effort, Outputs, Ranks, format_table, measure, median_of, number, ratio
 
 OWN, THEIRS = "ulysses_op", "diffusers ContextParallel"
@@ -87,9 +88,13 @@ def diffusers_table(name: str, layers: int | None, effort: Effort, ranks: Ranks)
         pair: list[tuple[str, Any]] = [(THEIRS, theirs), (OWN, own)]
         for title, split in pair:
             if compiled:
-                split.compile_repeated_blocks(fullgraph=split is own)  # diffusers' hooks break the graph
+                if split is own:
+                    split.compile_repeated_blocks(fullgraph=True, options=compile_options())
+                else:  # whose hooks break the graph
+                    split.compile_repeated_blocks()
             label = f"{title}, {'blocks compiled' if compiled else 'eager'}"
             contenders.append(Contender(label, partial(_forward, split), partial(_check, label, expected)))
+    backend = communicator.backend
     try:
         rows = measure(ranks, contenders, [inputs], effort, modes=(ALONE,))
     finally:
@@ -98,7 +103,7 @@ def diffusers_table(name: str, layers: int | None, effort: Effort, ranks: Ranks)
         "what": "diffusers",
         "shape": name,
         "layers": layers or "all",
-        "backend": communicator.known_backend,
+        "backend": backend,
         "rows": rows,
     }
 
