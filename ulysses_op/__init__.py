@@ -12,6 +12,7 @@ from .errors import (
     UlyssesError,
 )
 from .exchange_group import ExchangeGroup
+from .flight_record import dump_flight_records
 from .functional import gather_heads, scatter_heads
 from .layout import HeadPlan, head_plan
 
@@ -43,6 +44,7 @@ __all__ = [
     "UlyssesError",
     "compile",
     "compile_options",
+    "dump_flight_records",
     "gather_heads",
     "head_plan",
     "ops",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from .capability import BACKENDS, Decision, Facts
 from .engine import Engine
 from .errors import BrokenCommunicatorError, TargetError, kind_of_error
 from .exchange_group import ExchangeGroup, Submission, call_op
+from .flight_record import FlightRecord, dump_on_failure, flight_record
 from .gradients import DifferentiableExchange
 from .layout import Direction, Exchange, HeadRanges
 from .memory_pools import outside_memory_pools
@@ -89,6 +91,7 @@ class Communicator:
         self._pid = os.getpid()
         self._release: weakref.finalize[Any, Any] | None = None
         self._exchanges = Exchanges(self.world_size, self.rank)
+        self._record = FlightRecord()
 
     # What was decided.
 
@@ -187,6 +190,12 @@ class Communicator:
         self._check_usable()
         if self._engine is not None:
             self._guarded(self._engine.check, None)
+
+    def flight_record(self) -> dict[str, Any]:
+        """The last 64 groups, what was submitted to each and when, and the communicator they are of; plain values, as
+        for JSON. Local. See :func:`ulysses_op.dump_flight_records`.
+        """
+        return flight_record(self)
 
     def close(self) -> None:
         """Release targets, mappings and streams. Local; waits at most ``timeout_s`` for groups that are not complete
@@ -296,12 +305,12 @@ class Communicator:
         try:
             if begins:
                 self._groups.append(group)
+                self._record.begin(group)
                 engine.check(group)
             engine.submit(group, submission)
             group.add(submission)
             if submission.final:
-                group.final = True
-                engine.finish(group)
+                self._finish(group)
         except BaseException as error:
             self._break(error)
             raise
@@ -322,19 +331,26 @@ class Communicator:
         engine = self._built()
         try:
             if not group.final:
-                group.final = True
-                engine.finish(group)
+                self._finish(group)
             results = engine.deliver(group)
             engine.check(group)
         except BaseException as error:
             self._break(error)
             raise
         group.waited = True
+        group.delivered_ns = time.time_ns()
         self._groups.remove(group)
         results = self._differentiable(group, results)
         for submission in group.submissions:
             submission.release()
         return tuple(results[submitted.index(tag)] for tag in wanted)
+
+    def _finish(self, group: ExchangeGroup) -> None:
+        """Nothing more is submitted to the group."""
+        assert self._engine is not None
+        group.final = True
+        group.complete_ns = time.time_ns()
+        self._engine.finish(group)
 
     def _leave(self, group: ExchangeGroup, error: BaseException | None) -> None:
         """The end of the with-block. Results may still be waited for after it, until the next group begins."""
@@ -345,8 +361,7 @@ class Communicator:
         elif error is not None:
             self._abandon(self._engine, group)
         elif not group.final:
-            group.final = True
-            self._guarded(self._engine.finish, group)
+            self._guarded(self._finish, group)
 
     def _begin(self, engine: Engine, tag: str) -> None:
         """Whether a group may begin with ``tag``: one after the other, except where they are pipelined."""
@@ -382,8 +397,7 @@ class Communicator:
         group.waited = True
         if group.submissions:
             if not group.final:
-                group.final = True
-                self._guarded(engine.finish, group)
+                self._guarded(self._finish, group)
             self._guarded(engine.abandon, group)
         for submission in group.submissions:
             submission.release()
@@ -476,6 +490,8 @@ class Communicator:
             self._groups.clear()
             if self._engine is not None:
                 self._engine.abort(kind_of_error(error), self._broken)
+            dump_on_failure(self, self._broken)
+            self._record.clear()  # which holds the tensors of groups that were under way
 
 
 def _timeout_of_environment() -> float:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 class Submission:
     """One tensor on its way. ``state`` belongs to the engine that moves it."""
 
-    __slots__ = ("differentiable", "digest", "exchange", "final", "own_slice", "owned", "state", "tag", "version", "x")
+    __slots__ = (
+        *("differentiable", "digest", "dtype", "exchange", "final", "own_slice", "owned", "state", "tag", "version"),
+        "x",
+    )
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class Submission:
         self.tag = tag
         self.final = final
         self.x = x
+        self.dtype = x.dtype
         self.exchange = exchange
         self.differentiable = x.requires_grad and torch.is_grad_enabled()
         self.owned = owned or self.differentiable
@@ -130,6 +134,8 @@ class ExchangeGroup:
         self.final = False
         self.waited = False
         self.captured = False  # into a CUDA graph, whose targets are its own
+        # For the flight record: nanoseconds since the epoch, 0 until then.
+        self.begun_ns = self.complete_ns = self.delivered_ns = 0
         self.state: Any = None  # belongs to the engine that moves the group
 
     def submit(
