@@ -366,8 +366,9 @@ def run_fresh(
 
 
 def shared_memory() -> set[str]:
-    """The names in /dev/shm."""
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    """The names in /dev/shm, but for those of Python's own semaphores, which come and go with any process here."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if not name.startswith("sem.")}
 
 
 def shared_memory_left_since(before: set[str]) -> list[str]:
