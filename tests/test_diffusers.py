@@ -273,6 +273,30 @@ def test_remove_leaves_nothing() -> None:
     assert ranks.pool(2).run(run_given_back) == [[], []]
 
 
+def run_shared_processor(rank: int, world_size: int, members: tuple[int, ...], name: str) -> dict[str, Any] | None:
+    """One processor in all attentions of a model, also in those that need no exchange."""
+    from ulysses_op.integrations.diffusers import parallelize
+
+    if rank not in members:
+        return None
+    model, inputs = diffusers_models.make(name, 13, 2)
+    processor = next(iter(model.attn_processors.values()))
+    model.set_attn_processor(processor)
+    comm = ranks.communicator(members, "shm")
+    with torch.no_grad():
+        dense = model(**inputs)[0]
+        with parallelize(model, comm):
+            out = model(**inputs)[0]
+        again = deviation(model(**inputs)[0], dense)
+    assert all(one is processor for one in model.attn_processors.values())
+    return {"error": deviation(out, dense), "again": again, "backend": comm.backend, "sum": float(out.double().sum())}
+
+
+@pytest.mark.parametrize("name", ["ltx", "flux"])
+def test_attentions_may_share_a_processor(pool: ranks.RankPool, name: str) -> None:
+    check(pool.run(run_shared_processor, MEMBERS[2], name), 2)
+
+
 def run_refusals(rank: int, world_size: int) -> list[str]:
     from ulysses_op.integrations.diffusers import parallelize
     from ulysses_op.integrations.diffusers.plans import Plan, Split
@@ -299,6 +323,9 @@ def run_refusals(rank: int, world_size: int) -> list[str]:
         model.set_attention_backend("native")
         with torch.no_grad():
             refuse(lambda: model(**inputs))
+    with parallelize(model, comm), torch.no_grad():
+        model.set_attn_processor(type(model.blocks[0].attn1.processor)())
+        refuse(lambda: model(**inputs))
     with parallelize(model, comm, plan=Plan(gathers=("proj_out",))), torch.no_grad():
         refuse(lambda: model(**inputs))
     hunyuan, _ = diffusers_models.make("hunyuan_video", 13, 2)
@@ -318,6 +345,7 @@ def test_what_cannot_be_split_is_refused() -> None:
                 "splits 'hidden' of 'blocks.0'",
                 "is split already",
                 "set_attention_backend() before parallelize()",
+                "was given another processor",
                 "an attention has 13 queries",
                 "token_replace",
             ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -78,21 +80,48 @@ class Parallelized:
         self._undo.append(transformer.register_forward_hook(exchanged.end_forward, always_call=True).remove)
         config = ParallelConfig()
         backends: dict[Any, Backend] = {}
-        found = False
+        uses = Counter(id(processor) for processor in _processors(transformer))
+        found: list[tuple[Any, Any]] = []
         for module in transformer.modules():
             processor: Any = getattr(module, "processor", None)
             if id(module) in local or not hasattr(processor, "_parallel_config"):
                 continue
-            found = True
+            if uses[id(processor)] > 1 and not isinstance(processor, torch.nn.Module):
+                processor = self._copy_processor(module)  # of this attention alone: another may be local
             inner = processor._attention_backend
             if inner not in backends:
                 backends[inner] = Backend(exchanged, inner)
                 self._undo.append(backends[inner].remove)
             self._set(processor, "_attention_backend", backends[inner].name)
             self._set(processor, "_parallel_config", config)
+            found.append((module, processor))
             self._undo += [handle.remove for handle in exchanged.add_hooks(module)]
         if not found:
             raise ValueError(f"{type(transformer).__name__} has no attention that goes through diffusers' dispatch")
+
+        def check(module: torch.nn.Module, args: Any) -> None:
+            # An attention without the exchange would run over a rank's own tokens, and nobody would be told.
+            for attention, processor in found:
+                if attention.processor is not processor or processor._parallel_config is not config:
+                    raise ValueError(
+                        f"{type(attention).__name__} of {type(module).__name__} was given another processor, or another "
+                        "way to split it, after parallelize(): load adapters and set processors before, or remove() "
+                        "and call parallelize() again"
+                    )
+
+        self._undo.append(transformer.register_forward_pre_hook(check, prepend=True).remove)
+
+    def _copy_processor(self, module: Any) -> Any:
+        """Give ``module`` a processor of its own until remove(), unless it has got another one by then."""
+        shared, own = module.processor, copy(module.processor)
+
+        def undo() -> None:
+            if module.processor is own:
+                module.processor = shared
+
+        module.processor = own
+        self._undo.append(undo)
+        return own
 
     def _set(self, holder: Any, name: str, value: Any) -> None:
         """Set an attribute of an instance until remove()."""
