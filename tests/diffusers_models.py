@@ -92,6 +92,78 @@ def flux_short_text(length: int, batch: int, generator: torch.Generator, heads: 
     return flux(length, batch, generator, heads, text=1)
 
 
+def flux_controlnet(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """With residuals of a ControlNet, of all image tokens."""
+    model, inputs = flux(length, batch, generator, heads)
+    inputs["controlnet_block_samples"] = [_random(generator, batch, length, heads * 16) for _ in range(2)]
+    inputs["controlnet_single_block_samples"] = (_random(generator, batch, length, heads * 16),)
+    return model, inputs
+
+
+def flux2(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """Its positions have a batch, and so as many dimensions as tokens."""
+    from diffusers import Flux2Transformer2DModel
+
+    model = Flux2Transformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=heads,
+        joint_attention_dim=32,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+    positions, of_text = torch.zeros(batch, length, 4), torch.zeros(batch, 5, 4)
+    positions[..., 2], of_text[..., 3] = torch.arange(length), torch.arange(5)
+    return model, {
+        "hidden_states": _random(generator, batch, length, 4),
+        "encoder_hidden_states": _random(generator, batch, 5, 32),
+        "timestep": torch.full((batch,), 0.5),
+        "img_ids": positions,
+        "txt_ids": of_text,
+        "guidance": torch.full((batch,), 4.0),
+    }
+
+
+def minimax_h3(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """Attention over text alone, which is not split, before that over text, video and audio in one sequence."""
+    from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
+
+    model = MiniMaxH3Transformer3DModel(
+        num_attention_heads=heads,
+        attention_head_dim=16,
+        hidden_size=heads * 16,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=32,
+        in_channels=4,
+        audio_in_channels=4,
+        patch_size=(1, 1, 1),
+        text_dim=16,
+        freq_dim=16,
+        time_embed_hidden_dim=16,
+        time_embed_dim=16,
+        rope_freq_dim=2,
+    )
+    text, audio = 4, 3
+    tokens = text + length + audio
+    tags = torch.tensor([1] * text + [0] * length + [2] * audio)
+    return model, {
+        "hidden_states": _random(generator, batch, length, 4),
+        "audio_hidden_states": _random(generator, batch, audio, 4),
+        "encoder_hidden_states": _random(generator, batch, text, 16),
+        "timestep": torch.tensor([0.3, 0.7]),
+        "timestep_indices": torch.arange(tokens) % 2,
+        "token_tags": tags,
+        "position_ids": torch.randint(0, 9, (tokens, 3), generator=generator),
+        "video_indices": torch.arange(text, text + length),
+        "audio_indices": torch.arange(text + length, tokens),
+        "text_indices": torch.arange(text),
+    }
+
+
 def qwen(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
     """A joint attention with a mask of the text."""
     from diffusers import QwenImageTransformer2DModel
@@ -115,6 +187,11 @@ def qwen(length: int, batch: int, generator: torch.Generator, heads: int) -> Any
         "timestep": torch.full((batch,), 0.5),
         "img_shapes": [[(1, 1, length)]] * batch,
     }
+
+
+def qwen_controlnet(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    model, inputs = qwen(length, batch, generator, heads)
+    return model, {**inputs, "controlnet_block_samples": [_random(generator, batch, length, heads * 16)]}
 
 
 def qwen_without_mask(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
@@ -179,9 +256,23 @@ def ltx(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
     }
 
 
+_BUILDERS = (
+    wan,
+    wan_by_token,
+    wan_image,
+    flux,
+    flux_short_text,
+    flux_controlnet,
+    flux2,
+    minimax_h3,
+    qwen,
+    qwen_controlnet,
+    qwen_without_mask,
+    hunyuan_video,
+    ltx,
+)
 MODELS: dict[str, Callable[..., tuple[torch.nn.Module, dict[str, Any]]]] = {
-    builder.__name__: builder
-    for builder in (wan, wan_by_token, wan_image, flux, flux_short_text, qwen, qwen_without_mask, hunyuan_video, ltx)
+    builder.__name__: builder for builder in _BUILDERS
 }
 
 

@@ -80,10 +80,12 @@ class _SplitInputs:
         return tuple(positional), named
 
     def _split(self, key: str, value: Any, split: Split | Sequence[Split]) -> Any:
-        if isinstance(split, Split):
-            return _part(self._streams, value, split, key)
         if value is None:
             return None
+        if isinstance(split, Split):
+            if not isinstance(value, (list, tuple)):
+                return _part(self._streams, value, split, key)
+            split = [split] * len(value)
         return [
             _part(self._streams, x, one, f"{key}[{i}]") for i, (x, one) in enumerate(zip(value, split, strict=True))
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -12,15 +12,17 @@ class Split:
     """One argument, or one output, of which each rank keeps its part.
 
     dim: the dimension to split; ndim: how many dimensions the tensor must have to be split at all, None for any.
+    tokens: whether (B, S, C) are tokens of a sequence, not something that belongs to those of another argument.
     """
 
     dim: int
     ndim: int | None = None
+    tokens: bool = True
 
     @property
     def is_stream(self) -> bool:
         """Whether these are tokens, (B, S, C), rather than something that belongs to them."""
-        return self.dim == 1 and self.ndim == 3
+        return self.tokens and self.dim == 1 and self.ndim == 3
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Plan:
     """Where a model's sequence is split and put together. Modules are named as in ``named_modules()``, ``*`` standing
     for any one part of a name, ``""`` for the model.
 
-    inputs: module, argument of its forward -> how it is split (a sequence of splits for an argument that is one).
+    inputs: module, argument of its forward -> how it is split (a sequence of splits for an argument that is one, or
+        one split for all that it has).
     outputs: module, index of its output -> how it is split.
     gathers: modules whose output (B, S_local, C) becomes (B, S, C).
     local: attention modules that need no exchange, since every rank has all of their keys and values.
@@ -48,8 +51,22 @@ _TEXT_LAST = ("hidden_states", "encoder_hidden_states")
 
 _ORDERS = {
     "FluxTransformer2DModel": _TEXT_FIRST,
+    "Flux2Transformer2DModel": _TEXT_FIRST,
     "QwenImageTransformer2DModel": _TEXT_FIRST,
 }
+
+_RESIDUALS = Split(1, 3, tokens=False)
+# What diffusers' plans leave whole, though the model adds it to parts: residuals of a ControlNet.
+_MORE_INPUTS = {
+    "FluxTransformer2DModel": {
+        "controlnet_block_samples": _RESIDUALS,
+        "controlnet_single_block_samples": _RESIDUALS,
+    },
+    "QwenImageTransformer2DModel": {"controlnet_block_samples": _RESIDUALS},
+}
+
+# Attentions before the model's plan splits anything.
+_LOCAL = {"MiniMaxH3Transformer3DModel": ("token_refiner.refiner_blocks.*.attn",)}
 
 _PLANS = {
     # diffusers has no plan for it.
@@ -81,12 +98,21 @@ def plan_of(model: Any) -> Plan:
             "HunyuanVideoTransformer3DModel with image_condition_type='token_replace' modulates the first frame's "
             "tokens apart, by their number, which a rank's part does not have: it cannot be split"
         )
+    if name == "LTX2VideoTransformer3DModel":
+        raise ValueError(
+            "LTX2VideoTransformer3DModel attends from audio, which its plan leaves whole, to video, which it splits: it "
+            "cannot be split"
+        )
     if name in _PLANS:
         return _PLANS[name]
     stated = getattr(model, "_cp_plan", None)
     if not stated:
         raise ValueError(f"{name} has no context-parallel plan (_cp_plan): pass one, parallelize(..., plan=Plan(...))")
-    return from_diffusers(stated, _ORDERS.get(name))
+    plan = from_diffusers(stated, _ORDERS.get(name))
+    inputs = dict(plan.inputs)
+    if name in _MORE_INPUTS:
+        inputs[""] = {**inputs.get("", {}), **_MORE_INPUTS[name]}
+    return replace(plan, inputs=inputs, local=_LOCAL.get(name, ()))
 
 
 def from_diffusers(stated: Mapping[str, Any], order: Sequence[str] | None = None) -> Plan:
@@ -108,7 +134,12 @@ def from_diffusers(stated: Mapping[str, Any], order: Sequence[str] | None = None
             if isinstance(key, int):
                 outputs.setdefault(module, {})[key] = Split(split.split_dim, split.expected_dims)
             elif isinstance(split, (list, tuple)):
-                inputs.setdefault(module, {})[key] = [Split(part.split_dim, part.expected_dims) for part in split]
+                inputs.setdefault(module, {})[key] = [_split(part, key) for part in split]
             else:
-                inputs.setdefault(module, {})[key] = Split(split.split_dim, split.expected_dims)
+                inputs.setdefault(module, {})[key] = _split(split, key)
     return Plan(gathers=gathers, inputs=inputs, outputs=outputs, order=order)
+
+
+def _split(stated: Any, argument: str) -> Split:
+    # Positions and rotary embeddings can have as many dimensions as tokens.
+    return Split(stated.split_dim, stated.expected_dims, tokens="hidden_states" in argument)
