@@ -127,6 +127,24 @@ def flux2(length: int, batch: int, generator: torch.Generator, heads: int) -> An
     }
 
 
+def flux_ip(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """Image tokens attend to those of another image, which all ranks have: as many as the first of two ranks has of 13
+    image tokens."""
+    from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    model, inputs = flux(length, batch, generator, heads)
+    processors = dict(model.attn_processors)
+    for name in processors:
+        if name.startswith("transformer_blocks"):
+            processors[name] = FluxIPAdapterAttnProcessor(heads * 16, 32, num_tokens=(7,))
+    model.set_attn_processor(processors)
+    projection = ImageProjection(image_embed_dim=8, cross_attention_dim=32, num_image_text_embeds=7)
+    model.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
+    hidden = [_random(generator, batch, 7, 32)]
+    return model, {**inputs, "joint_attention_kwargs": {"ip_hidden_states": hidden}}
+
+
 def minimax_h3(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
     """Attention over text alone, which is not split, before that over text, video and audio in one sequence."""
     from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
@@ -192,6 +210,16 @@ def qwen(length: int, batch: int, generator: torch.Generator, heads: int) -> Any
 def qwen_controlnet(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
     model, inputs = qwen(length, batch, generator, heads)
     return model, {**inputs, "controlnet_block_samples": [_random(generator, batch, length, heads * 16)]}
+
+
+def qwen_short_text(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
+    """One text token, which is rotated apart from the image's; of the ranks behind the first none has any."""
+    model, inputs = qwen(length, batch, generator, heads)
+    return model, {
+        **inputs,
+        "encoder_hidden_states": inputs["encoder_hidden_states"][:, :1],
+        "encoder_hidden_states_mask": None,
+    }
 
 
 def qwen_without_mask(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
@@ -263,10 +291,12 @@ _BUILDERS = (
     flux,
     flux_short_text,
     flux_controlnet,
+    flux_ip,
     flux2,
     minimax_h3,
     qwen,
     qwen_controlnet,
+    qwen_short_text,
     qwen_without_mask,
     hunyuan_video,
     ltx,

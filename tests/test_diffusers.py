@@ -73,6 +73,12 @@ def test_split_model_is_the_model(pool: ranks.RankPool, name: str, world_size: i
     check(pool.run(run_model, MEMBERS[world_size], name, size), world_size)
 
 
+@pytest.mark.parametrize("name", ["wan", "wan_by_token", "flux_short_text", "qwen", "qwen_short_text", "hunyuan_video"])
+def test_there_may_be_fewer_tokens_than_ranks(pool: ranks.RankPool, name: str) -> None:
+    for length in (1, 2):
+        check(pool.run(run_model, MEMBERS[4], name, (length, 2, 4)), 4)
+
+
 @pytest.mark.parametrize("name", ["wan", "flux"])
 def test_it_runs_on_c10d(pool: ranks.RankPool, name: str) -> None:
     check(pool.run(run_model, MEMBERS[3], name, (13, 2, 4), "cpu", "c10d"), 3, "c10d")
@@ -231,7 +237,7 @@ def run_gradients(rank: int, world_size: int, members: tuple[int, ...], name: st
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", ["wan", "flux", "hunyuan_video"])
+@pytest.mark.parametrize("name", ["wan", "flux", "hunyuan_video", "qwen_short_text"])
 def test_shares_of_gradients_add_up(pool: ranks.RankPool, name: str, checkpointed: bool) -> None:
     answers = pool.run(run_gradients, MEMBERS[3], name, checkpointed)
     assert max(answer for answer in answers if answer is not None) <= 1e-4, answers

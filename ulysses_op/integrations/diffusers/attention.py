@@ -60,6 +60,9 @@ class UlyssesAttention:
 
     def attend(self, inner: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rest: Any) -> Any:
         """Attention of (B, S_local, H, D) over the whole sequence. ``rest``: the dispatch's other arguments."""
+        if self._streams.is_local(query.shape[1], key.shape[1]):
+            self.local()
+            return attention(inner, query, key, value, rest)
         lengths = self._streams.lengths_of(query.shape[1])
         if lengths is None:
             raise ValueError(f"an attention has {query.shape[1]} queries, which is no part of what the plan has split")
@@ -93,6 +96,9 @@ class UlyssesAttention:
     def _scatter(self, query: Any, key: Any, value: Any, heads: Any, lengths: Any) -> tuple[torch.Tensor, ...]:
         of_query = {"heads": heads[0], "seq_lens": _unless_equal(lengths[0])}
         of_key = {"heads": heads[1], "seq_lens": _unless_equal(lengths[1])}
+        held = value
+        query = self._streams.submitted(query, lengths[0])
+        key, value = self._streams.submitted(key, lengths[1]), self._streams.submitted(value, lengths[1])
         if torch.compiler.is_compiling():
             exchange = self._communicator.scatter_heads
             return exchange(query, **of_query), exchange(key, **of_key), exchange(value, **of_key)
@@ -103,11 +109,11 @@ class UlyssesAttention:
                 group.submit(query, tag="q", **of_query)
                 group.submit(key, tag="k", **of_key)
                 exchanged = group.wait("q", "k", "v")
-            if _is_same(early.value, value) and early.lengths == lengths[1]:
+            if _is_same(early.value, held) and early.lengths == lengths[1]:
                 return exchanged
             early.projection.forget()  # the value was made of more than this projection
         if projected is not None:
-            projected[0].learn(projected[1], value, query.shape[2])
+            projected[0].learn(projected[1], held, query.shape[2])
         with self._communicator.group("v", "q", "k") as group:
             group.submit(value, tag="v", **of_key)
             group.submit(query, tag="q", **of_query)
@@ -117,11 +123,11 @@ class UlyssesAttention:
     def _gather(self, out: torch.Tensor, heads: Any, lengths: list[int]) -> torch.Tensor:
         arguments = {"heads": heads, "seq_lens": _unless_equal(lengths)}
         if torch.compiler.is_compiling():
-            return self._communicator.gather_heads(out, **arguments)
+            return self._streams.held(self._communicator.gather_heads(out, **arguments), lengths)
         # Lent, where it can be: the output projection reads it before the next attention writes it.
         with self._communicator.group("o") as group:
             group.submit(out, tag="o", direction="gather_heads", **arguments)
-            return group.wait()[0]
+            return self._streams.held(group.wait()[0], lengths)
 
     def _mask(self, mask: torch.Tensor, query: Any, key: Any, heads: Any, lengths: list[int]) -> torch.Tensor:
         """A mask of this rank's keys, or of all of them in the order of the model that is not split, as one of the
@@ -131,8 +137,9 @@ class UlyssesAttention:
             raise ValueError(f"an attention mask has {mask.ndim} dimensions: (B, S) or (B, H, S_q, S) are supported")
         if mask.shape[-1] == sum(lengths):
             mask = self._streams.rank_by_rank(mask, mask.ndim - 1)
-        elif mask.shape[-1] == lengths[self._communicator.rank] and mask.numel() == mask.shape[0] * mask.shape[-1]:
-            whole = all_gather(mask.flatten(1).unsqueeze(2), lengths, self._communicator).squeeze(2)
+        elif mask.shape[-1] == self._streams.number_held(lengths) and mask.numel() == mask.shape[0] * mask.shape[-1]:
+            own = self._streams.submitted(mask.flatten(1).unsqueeze(2), lengths)
+            whole = all_gather(own, lengths, self._communicator).squeeze(2)
             mask = whole if mask.ndim == 2 else whole[:, None, None, :]
         elif mask.shape[-1] != 1:
             raise ValueError(
@@ -182,7 +189,8 @@ class UlyssesAttention:
             return
         plan = self._plan(projection.num_heads, value.shape[2])
         group = self._communicator.group("v", "q", "k")
-        group.submit(value, tag="v", heads=None if plan is None else plan.kv, seq_lens=_unless_equal(lengths))
+        own = self._streams.submitted(value, lengths)
+        group.submit(own, tag="v", heads=None if plan is None else plan.kv, seq_lens=_unless_equal(lengths))
         self._submitted = _Submitted(projection, group, value, lengths)
 
     def local(self) -> None:

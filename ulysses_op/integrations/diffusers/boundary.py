@@ -126,7 +126,7 @@ class _GatherOutput:
                 f"the output of {self._name!r} is to be gathered, but with {output.shape[1]} tokens it is no part of "
                 "what the plan has split"
             )
-        return all_gather(output, lengths, self._communicator)
+        return all_gather(self._streams.submitted(output, lengths), lengths, self._communicator)
 
 
 def _part(streams: Streams, x: Any, split: Split, stream: str | None) -> Any:

@@ -104,8 +104,8 @@ class Parallelized:
             for attention, processor in found:
                 if attention.processor is not processor or processor._parallel_config is not config:
                     raise ValueError(
-                        f"{type(attention).__name__} of {type(module).__name__} was given another processor, or another "
-                        "way to split it, after parallelize(): load adapters and set processors before, or remove() "
+                        f"{type(attention).__name__} of {type(module).__name__} was given another processor, or "
+                        "another way to split it, after parallelize(): load adapters and set processors before, or remove() "
                         "and call parallelize() again"
                     )
 

@@ -100,8 +100,8 @@ def plan_of(model: Any) -> Plan:
         )
     if name == "LTX2VideoTransformer3DModel":
         raise ValueError(
-            "LTX2VideoTransformer3DModel attends from audio, which its plan leaves whole, to video, which it splits: it "
-            "cannot be split"
+            "LTX2VideoTransformer3DModel attends from audio, which its plan leaves whole, to video, which it splits: "
+            "it cannot be split"
         )
     if name in _PLANS:
         return _PLANS[name]
