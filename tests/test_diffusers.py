@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -316,7 +317,7 @@ def run_refusals(rank: int, world_size: int) -> list[str]:
     def refuse(act: Callable[[], object]) -> None:
         try:
             act()
-        except (ValueError, RuntimeError, AttributeError) as error:
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
             told.append(str(error))
         else:
             told.append("nothing was refused")
@@ -326,7 +327,9 @@ def run_refusals(rank: int, world_size: int) -> list[str]:
     refuse(lambda: parallelize(model, comm, plan=Plan(gathers=("proj_in",))))
     refuse(lambda: parallelize(model, comm, plan=Plan(gathers=(), inputs={"blocks.0": {"hidden": Split(1, 3)}})))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    refuse(lambda: parallelize(torch.compile(model), comm))
     with parallelize(model, comm):
+        refuse(lambda: copy.deepcopy(model))
         refuse(lambda: parallelize(model, comm))
         model.set_attention_backend("native")
         with torch.no_grad():
@@ -352,6 +355,8 @@ def test_what_cannot_be_split_is_refused() -> None:
                 "Linear has no attention",
                 "names the module 'proj_in'",
                 "splits 'hidden' of 'blocks.0'",
+                "this is what torch.compile returned",
+                "cannot be copied",
                 "is split already",
                 "set_attention_backend() before parallelize()",
                 "was given another processor",

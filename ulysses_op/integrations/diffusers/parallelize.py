@@ -39,6 +39,8 @@ def parallelize(
         getattr(module, "_parallel_config", None) is not None for module in _processors(transformer)
     ):
         raise ValueError(f"{type(transformer).__name__} is split already: remove() the other one first")
+    if isinstance(transformer, torch._dynamo.OptimizedModule):
+        raise ValueError("this is what torch.compile returned: give parallelize() the model, before torch.compile")
     plan = plan or plan_of(transformer)
     owned = not isinstance(group, Communicator)
     communicator = group if isinstance(group, Communicator) else Communicator(group)
@@ -105,8 +107,8 @@ class Parallelized:
                 if attention.processor is not processor or processor._parallel_config is not config:
                     raise ValueError(
                         f"{type(attention).__name__} of {type(module).__name__} was given another processor, or "
-                        "another way to split it, after parallelize(): load adapters and set processors before, or remove() "
-                        "and call parallelize() again"
+                        "another way to split it, after parallelize(): load adapters and set processors before, or "
+                        "remove() and call parallelize() again"
                     )
 
         self._undo.append(transformer.register_forward_pre_hook(check, prepend=True).remove)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -24,6 +25,10 @@ class Streams:
         self.rank = rank
         self.order = order
         self._lengths: dict[str, list[int]] = {}
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # A copy's hooks and its attention would not know of each other.
+        raise TypeError("a split model cannot be copied or pickled: remove() first, copy, and call parallelize() again")
 
     def clear(self) -> None:
         """Forget the lengths of the forward before."""
