@@ -22,7 +22,7 @@ ZOO := tests/test_zoo.py tests/test_diffusers_compiled.py
 DIFFUSERS_TESTS := tests/test_diffusers.py tests/test_diffusers_compiled.py
 CXX_TESTS := $(wildcard tests/core/*.cpp)
 COMPILE_TESTS := $(addprefix tests/test_,ops.py grouping.py grouping_graph.py projections.py lending.py \
-    double_backward.py events.py compile_cache.py compile_lengths.py compositions.py zoo.py)
+    double_backward.py events.py compile_cache.py compile_lengths.py compositions.py zoo.py training.py examples_h3.py)
 
 .PHONY: demo test zoo test-torch test-diffusers build lint format model wheel clean distclean
 
