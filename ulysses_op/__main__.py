@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from . import __version__, doctor
 from .bench import main as bench
 from .demo import main as demo
+from .soak import main as soak
 from .trace import main as trace
 
 _COMMANDS = {
     "bench": (bench, "the exchanges and attention blocks timed, against collectives and against no communication"),
     "demo": (demo, "an attention block over a video clip, split over ranks, checked and timed"),
     "doctor": (doctor, "which backends run here, which do not, and why"),
+    "soak": (soak, "random programs of exchanges, every element of every result checked"),
     "trace": (trace, "an attention block's timeline on GPUs, and how much of each copy compute hides"),
 }
 

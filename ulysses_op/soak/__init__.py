@@ -1,0 +1,1 @@
+"""``python -m ulysses_op soak``: random programs of exchanges, every element of every result checked."""
