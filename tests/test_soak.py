@@ -14,12 +14,18 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from test_cli import command
 from test_exchange import MEMBERS
 
-from ulysses_op import communicator, gradients, onesided
+from ulysses_op import communicator, gradients, launch, onesided
+from ulysses_op.__main__ import main
+from ulysses_op.soak import main as soak_main
+from ulysses_op.soak import resources
 from ulysses_op.soak.executor import MAX_TARGETS, Executor
+from ulysses_op.soak.main import soak
 from ulysses_op.soak.program import step_at, steps
+from ulysses_op.soak.resources import GROWTH_BOUNDS
 from ulysses_op.soak.run import STEPS_A_ROUND, Plan, soak_rank
 from ulysses_op.soak.transfers import LAYOUTS
 
@@ -224,6 +230,20 @@ def test_growth_is_found() -> None:
     assert re.search(r"open descriptors grew from \d+ to \d+, by more than 16", found[1][1])
 
 
+@pytest.mark.parametrize("what", GROWTH_BOUNDS)
+def test_growth_of_anything_beyond_its_bound_is_told(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    amounts = dict.fromkeys(GROWTH_BOUNDS, 10)
+    monkeypatch.setattr(resources, "held", lambda device: dict(amounts))
+    growth = resources.Growth(torch.device("cpu"))
+    for _ in range(resources.SETTLING_ROUNDS):
+        amounts[what] += 1000
+        assert growth.measure() == ""
+    amounts[what] += GROWTH_BOUNDS[what]
+    assert growth.measure() == ""
+    amounts[what] += 1
+    assert growth.measure().startswith(f"{what} grew from 3010 to ")
+
+
 def test_ranks_with_different_programs_are_found() -> None:
     found = sabotage("none", (1,), replace(PLAN, timeout_s=3.0), seed=4)
     assert [status for status, *_ in found] == [1, 1] and all(step == 0 for _, _, step, _ in found), found
@@ -284,3 +304,29 @@ def test_the_command_on_a_backend_that_cannot_run() -> None:
     done = command("soak", "--steps", "1", "--backend", "symm_mem")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "backend 'symm_mem' cannot run" in done.stderr
+
+
+def soak_misled(device: torch.device, plan: Plan) -> int:
+    return soak(device, replace(plan, oracle_seed=4) if dist.get_rank() == 1 else plan)
+
+
+def test_the_command_when_a_rank_fails_on_c10d(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where ranks cannot tell each other, they run into the time-out."""
+    plan = replace(PLAN, backend="c10d", timeout_s=5.0)
+    assert launch.run(soak_misled, (plan,), launch.Placement(2, "cpu"), 90.0) == 1
+    told = capfd.readouterr()
+    assert "FAILED on rank 0: " in told.out
+    assert re.search(r"^soak: rank 1, seed 3, step \d+ .* are wrong, the first at ", told.err, re.MULTILINE), told.err
+    assert re.search(r"^soak: rank 0, seed 3, step \d+ .* stopped, since another rank did: ", told.err, re.MULTILINE)
+
+
+def soak_dead(device: torch.device, plan: Plan) -> int:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    return soak(device, plan)
+
+
+def test_the_command_when_a_rank_dies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_main, "soak", soak_dead)
+    assert main(["soak", "--device", "cpu", "--steps", "10", "--seed", "12", "--peer-timeout", "5"]) == 1
+    assert "soak: seed 12: rank 1" in capsys.readouterr().err

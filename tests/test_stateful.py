@@ -6,12 +6,14 @@ import os
 import random
 from typing import Any
 
+import pytest
 import ranks
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from ulysses_op import onesided
 from ulysses_op.soak.executor import Executor
 from ulysses_op.soak.refusals import BEFORE, BETWEEN
 from ulysses_op.soak.transfers import TAGS, Transfer, draw_transfer
@@ -25,25 +27,48 @@ TIMEOUT_S = 10.0
 _executors: list[Executor] = []
 
 
-def act(rank: int, world_size: int, calls: list[tuple[str, tuple[Any, ...]]]) -> int:
-    """Calls of the executor that this rank keeps, one after the other; how many elements it has checked by now.
+def act(rank: int, world_size: int, name: str, arguments: tuple[Any, ...]) -> tuple[str, int]:
+    """A call of the executor that this rank keeps: what was wrong, and how many elements it has checked by now.
 
-    "make" has a new communicator, whatever the last example has left.
+    "make" has a new communicator; with True, of a new process group: the last example has left the old one in disorder.
     """
-    for name, arguments in calls:
-        if name != "make":
-            getattr(_executors[0], name)(*arguments)
-        elif _executors:
-            _executors[0].reopen()
-        else:
-            _executors.append(Executor(None, torch.device("cpu"), 1, backend="shm", timeout_s=TIMEOUT_S))
-    return _executors[0].checked_elements
+    if name == "make" and arguments[0]:
+        group = ranks.fresh_group(tuple(range(world_size)))
+        _executors[:] = [Executor(group, torch.device("cpu"), 1, backend="shm", timeout_s=TIMEOUT_S)]
+        return "", 0
+    executor = _executors[0]
+    try:
+        getattr(executor, "reopen" if name == "make" else name)(*(() if name == "make" else arguments))
+    except Exception as error:
+        executor.give_up(error)
+        return f"rank {rank}: {type(error).__name__}: {error}", 0
+    return "", executor.checked_elements
+
+
+def flip_bytes(rank: int, world_size: int, on: bool) -> None:
+    """Have rank 1 get a byte of all results wrong, or right again."""
+    if rank == 1:
+        onesided.OneSidedEngine.deliver = _deliver_flipped if on else _deliver  # type: ignore[method-assign]
+
+
+_deliver = onesided.OneSidedEngine.deliver
+
+
+def _deliver_flipped(engine: Any, group: Any) -> list[torch.Tensor]:
+    results = _deliver(engine, group)
+    for result in results:
+        if result.numel():
+            result.view(torch.uint8).view(-1)[0] ^= 1
+    return results
 
 
 class Exchanges(RuleBasedStateMachine):
     """What the ranks may do next follows from ``group`` (None, "entered", or "left" behind its with-block), the names
     and submissions of that group, and whether it is ``final``.
     """
+
+    disorder = True  # the ranks need a new process group
+    checked = 0  # elements
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +77,14 @@ class Exchanges(RuleBasedStateMachine):
         self.submitted: list[Transfer] = []
         self.final = False
         self.number = 0
-        self.checked = 0
 
     def call(self, name: str, *arguments: Any) -> None:
-        checked = ranks.pool(WORLD_SIZE).run(act, [(name, arguments)], timeout_s=2 * TIMEOUT_S)
-        assert all(elements >= self.checked for elements in checked)
-        self.checked = min(checked)
+        answers = ranks.pool(WORLD_SIZE).run(act, name, arguments, timeout_s=3 * TIMEOUT_S)
+        problems = [problem for problem, _ in answers if problem]
+        if problems:
+            self.group, Exchanges.disorder = None, True
+        assert not problems, "\n".join(problems)
+        Exchanges.checked = max(Exchanges.checked, *(elements for _, elements in answers))
 
     def key(self) -> str:
         self.number += 1
@@ -65,7 +92,8 @@ class Exchanges(RuleBasedStateMachine):
 
     @initialize()
     def make(self) -> None:
-        self.call("make")
+        disorder, Exchanges.disorder = Exchanges.disorder, False
+        self.call("make", disorder)
 
     def entered(self) -> bool:
         return self.group == "entered"
@@ -155,14 +183,31 @@ class Exchanges(RuleBasedStateMachine):
             self.call("find_lost", self.submitted[0])
 
 
-def test_exchanges_call_by_call() -> None:
+def run(examples: int, **others: Any) -> None:
+    Exchanges.disorder, Exchanges.checked = True, 0
     run_state_machine_as_test(
         Exchanges,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             stateful_step_count=STEPS,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             database=None,
+            **others,
         ),
     )
+
+
+def test_exchanges_call_by_call() -> None:
+    run(EXAMPLES)
+    assert Exchanges.checked > 1000
+
+
+def test_a_flipped_byte_is_found() -> None:
+    pool = ranks.pool(WORLD_SIZE)
+    pool.run(flip_bytes, True)
+    try:
+        with pytest.raises(AssertionError, match=r"rank 1: WrongResult: .*are wrong"):
+            run(30, phases=(Phase.generate,))
+    finally:
+        pool.run(flip_bytes, False)

@@ -54,12 +54,16 @@ def main(options: argparse.Namespace) -> int:
     timeout_s = options.timeout or (600.0 if minutes is None else 60.0 * minutes) + 120.0
     try:
         placement = place(options.ranks, options.device)
-        if placement.note:
-            print(placement.note, file=sys.stderr)
-        return run(soak, (plan,), placement, timeout_s)
     except LaunchError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 2
+    if placement.note:
+        print(placement.note, file=sys.stderr)
+    try:
+        return run(soak, (plan,), placement, timeout_s)
+    except LaunchError as error:  # a rank has died or is stuck
+        print(f"soak: seed {seed}: {error}", file=sys.stderr)
+        return 1
 
 
 def soak(device: torch.device, plan: Plan) -> int:

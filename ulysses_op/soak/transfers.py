@@ -121,8 +121,8 @@ def draw_transfer(
     batch, head_dim = rng.choice(_BATCHES), rng.choice(_HEAD_DIMS)
     row_bytes = max(1, batch * num_heads * head_dim * getattr(torch, dtype_name).itemsize)
     seq = _draw_seq(rng, world_size, row_bytes)
-    if rng.random() < 0.01:
-        batch = 0
+    if rng.random() < 0.02:
+        batch, head_dim = rng.choice(((0, head_dim), (batch, 0)))
     even_heads = heads == tuple(
         (r * num_heads // world_size, (r + 1) * num_heads // world_size) for r in range(world_size)
     )
@@ -178,7 +178,7 @@ def _draw_heads(rng: random.Random, world_size: int, disjoint: bool) -> tuple[in
         counts = [rng.randint(1, 4)] * world_size
     else:
         counts = [rng.choice((0, 1, 1, 2, 3, 5)) for _ in range(world_size)]
-        counts[rng.randrange(world_size)] += 1
+        counts[rng.randrange(world_size)] += rng.random() < 0.98  # or perhaps there are no heads at all
     return sum(counts), ranges_of(counts)
 
 
