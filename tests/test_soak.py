@@ -83,21 +83,21 @@ def changed_deliveries(change: Callable[[int, torch.Tensor], None]) -> contextli
     return patched(onesided.OneSidedEngine, "deliver", deliver_changed)
 
 
-def a_byte_flipped() -> contextlib.AbstractContextManager[None]:
+def bytes_flipped() -> contextlib.AbstractContextManager[None]:
     def flip(number: int, result: torch.Tensor) -> None:
-        if number == 20:
+        if number >= 20:  # not every result is waited for
             result.view(-1)[0] ^= 1
 
     return changed_deliveries(flip)
 
 
-def a_result_written_later() -> contextlib.AbstractContextManager[None]:
+def results_written_later() -> contextlib.AbstractContextManager[None]:
     kept: list[torch.Tensor] = []
 
     def flip_an_earlier_one(number: int, result: torch.Tensor) -> None:
         if number > 20 and kept:
             kept.pop().view(-1)[-1] ^= 1
-        elif number < 20 and result.numel() < 1000:
+        if result.numel() < 1000:
             kept[:] = [result]
 
     return changed_deliveries(flip_an_earlier_one)
@@ -142,8 +142,8 @@ SABOTAGES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "none": contextlib.nullcontext,
     "ready": lambda: patched(onesided, "_test_skip", frozenset({"ready"})),
     "done": lambda: patched(onesided, "_test_skip", frozenset({"done"})),
-    "a byte": a_byte_flipped,
-    "later": a_result_written_later,
+    "a byte": bytes_flipped,
+    "later": results_written_later,
     "a replica": a_replica_forgotten,
     "lost groups": lost_groups_untold,
     "descriptors": descriptors_left,
@@ -181,10 +181,14 @@ def test_a_done_left_out_is_found() -> None:
 
 
 def test_a_ready_left_out_is_found() -> None:
-    """By elements that a later group has overwritten, or by a DONE that comes too early to be waited for."""
-    found = sabotage("ready", (0, 1), replace(PLAN, timeout_s=3.0))
-    assert {status for status, *_ in found} == {1}
-    assert any(re.search("are wrong, the first at|at DONE: rank", problem) for _, problem, *_ in found), found
+    """What it protects is a matter of time: one program in ten may pass. Some end by a DONE that comes too early."""
+    problems: list[str] = []
+    for seed in range(3, 13):
+        found = sabotage("ready", (0, 1), replace(PLAN, seed=seed, timeout_s=3.0))
+        problems += [problem for _, problem, *_ in found]
+        if any(" are wrong, the first at (b, s, h, d) = " in problem for problem in problems):
+            return
+    pytest.fail("\n".join(problems))
 
 
 def test_a_byte_flipped_is_found_where_it_is() -> None:
