@@ -108,10 +108,30 @@ def test_a_failure_is_written_down_on_all_ranks(tmp_path: Path) -> None:
     assert written[1]["groups"][-1]["complete"] is None
 
 
-def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
+def test_the_directory_is_made_and_where_it_cannot_be_the_error_is_the_same(tmp_path: Path) -> None:
+    missing = tmp_path / "missing" / "too"
     assert "no q today" in ranks.pool(2).run(run_failure, str(missing))[0]
-    assert not missing.exists()
+    assert len(list(missing.iterdir())) == 2
+    file = tmp_path / "file"
+    file.touch()
+    assert "no q today" in ranks.pool(2).run(run_failure, str(file))[0]
+
+
+def run_ops(rank: int, world_size: int) -> tuple[int, list[str]]:
+    """The record of a communicator whose groups are those of compiled code."""
+    with ranks.fresh_communicator((0, 1), "shm") as comm:
+        where = (*comm._where[:2], -1)
+        x = torch.zeros(1, 2, 4, 1)
+        plan: list[int] = []
+        submission = (*where, plan, plan, False, "scatter_heads", "0", ["0"], "", True, False)
+        target = torch.ops.ulysses_op.submit(x, *submission)
+        torch.ops.ulysses_op.wait_([target], [x], where[0], ["0"])
+        record = comm.flight_record()
+        return len(record["groups"]), [s["tag"] for group in record["compiled_groups"] for s in group["submissions"]]
+
+
+def test_groups_of_compiled_code_are_kept_too() -> None:
+    assert ranks.pool(2).run(run_ops) == [(0, ["0"])] * 2
 
 
 def run_signalled(rank: int, world_size: int, directory: str) -> list[Any]:

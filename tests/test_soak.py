@@ -29,7 +29,7 @@ from ulysses_op.soak.resources import GROWTH_BOUNDS
 from ulysses_op.soak.run import STEPS_A_ROUND, Plan, soak_rank
 from ulysses_op.soak.transfers import LAYOUTS
 
-SECONDS = float(os.environ.get("ULYSSES_OP_TEST_SOAK_S", "20"))
+SECONDS = float(os.environ.get("ULYSSES_OP_TEST_SOAK_S", "10"))
 PLAN = Plan(3, steps=600, backend="shm", timeout_s=20.0)
 
 

@@ -192,8 +192,8 @@ class Communicator:
             self._guarded(self._engine.check, None)
 
     def flight_record(self) -> dict[str, Any]:
-        """The last 64 groups, what was submitted to each and when, and the communicator they are of; plain values, as
-        for JSON. Local. See :func:`ulysses_op.dump_flight_records`.
+        """The last 64 groups, and the last 64 of compiled code: what was submitted to each and when, and the
+        communicator they are of; plain values, as for JSON. Local. See :func:`ulysses_op.dump_flight_records`.
         """
         return flight_record(self)
 

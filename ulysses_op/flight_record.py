@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DIRECTORY_VARIABLE = "ULYSSES_OP_FLIGHT_RECORD"
 LENGTH = 64
+
+_log = logging.getLogger(__name__)
 
 
 class FlightRecord:
@@ -50,6 +52,7 @@ class FlightRecord:
 
 def flight_record(communicator: Communicator, failure: str | None = None) -> dict[str, Any]:
     """What :meth:`Communicator.flight_record` returns."""
+    beside = communicator._companion
     return {
         "time": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H:%M:%S.%f}Z",
         "pid": os.getpid(),
@@ -59,12 +62,15 @@ def flight_record(communicator: Communicator, failure: str | None = None) -> dic
         "backend": communicator.known_backend,
         "failure": failure,
         "groups": communicator._record.groups(),
+        "compiled_groups": [] if beside is None else beside._record.groups(),
     }
 
 
 def dump_flight_records(directory: str | os.PathLike[str]) -> list[str]:
-    """Write the flight records of this process's communicators to ``directory`` as JSON, one file each; their paths.
-    Local, and safe in a signal handler of Python, where a rank waits for its peers.
+    """Write the flight records of this process's communicators to ``directory``, which is made if need be, as JSON, one
+    file each; their paths. Local, and safe in a signal handler of Python, where a rank waits for its peers.
+
+    Raises OSError where that cannot be done.
     """
     communicators = [communicator for _, communicator in registry.living()]
     return [_write(flight_record(one), os.fspath(directory)) for one in communicators if one._broken is None]
@@ -75,14 +81,17 @@ def dump_on_failure(communicator: Communicator, failure: str) -> None:
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if not directory:
         return
-    with contextlib.suppress(OSError):
+    try:
         _write(flight_record(communicator, failure), directory)
+    except OSError as error:
+        _log.warning("%s: the flight record cannot be written: %s", DIRECTORY_VARIABLE, error)
 
 
 def _write(record: dict[str, Any], directory: str) -> str:
     communicator = "".join(character if character.isalnum() else "-" for character in record["communicator"])
     stamp = record["time"].translate(str.maketrans("", "", "-:."))
     path = os.path.join(directory, f"ulysses_op-{communicator}-rank{record['rank']}-pid{record['pid']}-{stamp}.json")
+    os.makedirs(directory, exist_ok=True)
     with open(path, "w") as file:
         json.dump(record, file, indent=1)
     return path
