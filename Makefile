@@ -2,7 +2,7 @@
 #
 #   make demo     run the demonstration            make lint    check style and types
 #   make test     run the tests (TESTS=..., PYTEST_ARGS=...)  make format  rewrite to the style
-#   make zoo      the tests of whole models under torch.compile, which take five minutes by themselves
+#   make zoo      the tests of whole models under torch.compile, which take six minutes by themselves
 #   make build    compile and install for editing  make wheel   build dist/*.whl
 #   make model    check the protocol with spin     make clean   remove what was built (distclean: .venv too)
 #   make test-torch VERSION=2.14.1      run the tests that lean on torch's internals with another torch
