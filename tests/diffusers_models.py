@@ -196,12 +196,10 @@ def qwen(length: int, batch: int, generator: torch.Generator, heads: int) -> Any
         joint_attention_dim=16,
         axes_dims_rope=(8, 4, 4),
     )
-    mask = torch.ones(batch, 9, dtype=torch.bool)
-    mask[-1, 4:] = False
     return model, {
         "hidden_states": _random(generator, batch, length, 16),
         "encoder_hidden_states": _random(generator, batch, 9, 16),
-        "encoder_hidden_states_mask": mask,
+        "encoder_hidden_states_mask": text_mask(batch),
         "timestep": torch.full((batch,), 0.5),
         "img_shapes": [[(1, 1, length)]] * batch,
     }
@@ -246,13 +244,11 @@ def hunyuan_video(length: int, batch: int, generator: torch.Generator, heads: in
         pooled_projection_dim=8,
         rope_axes_dim=(2, 4, 4),
     )
-    mask = torch.ones(batch, 9, dtype=torch.bool)
-    mask[-1, 4:] = False
     return model, {
         "hidden_states": _random(generator, batch, 4, 1, 1, length),
         "timestep": torch.full((batch,), 500),
         "encoder_hidden_states": _random(generator, batch, 9, 16),
-        "encoder_attention_mask": mask,
+        "encoder_attention_mask": text_mask(batch),
         "pooled_projections": _random(generator, batch, 8),
         "guidance": torch.full((batch,), 6.0),
     }
@@ -271,13 +267,11 @@ def ltx(length: int, batch: int, generator: torch.Generator, heads: int) -> Any:
         num_layers=2,
         caption_channels=16,
     )
-    mask = torch.ones(batch, 9, dtype=torch.bool)
-    mask[-1, 4:] = False
     return model, {
         "hidden_states": _random(generator, batch, length, 8),
         "encoder_hidden_states": _random(generator, batch, 9, 16),
         "timestep": torch.full((batch,), 500),
-        "encoder_attention_mask": mask,
+        "encoder_attention_mask": text_mask(batch),
         "num_frames": 1,
         "height": 1,
         "width": length,
@@ -313,6 +307,13 @@ def make(name: str, length: int, batch: int, heads: int = 4, seed: int = 0) -> t
     for parameter in model.parameters():  # what starts at zero would hide what comes before it
         torch.nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.1)
     return model.eval(), {**inputs, "return_dict": False}
+
+
+def text_mask(batch: int) -> torch.Tensor:
+    """(batch, 9): of the last prompt's 9 tokens, 4 count."""
+    mask = torch.ones(batch, 9, dtype=torch.bool)
+    mask[-1, 4:] = False
+    return mask
 
 
 def moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -67,8 +67,9 @@ def flight_record(communicator: Communicator, failure: str | None = None) -> dic
 
 
 def dump_flight_records(directory: str | os.PathLike[str]) -> list[str]:
-    """Write the flight records of this process's communicators to ``directory``, which is made if need be, as JSON, one
-    file each; their paths. Local, and safe in a signal handler of Python, where a rank waits for its peers.
+    """Write the flight records of this process's communicators, but for those that have failed, to ``directory``, which
+    is made if need be, as JSON, one file each; their paths. Local, and safe in a signal handler of Python, where a rank
+    waits for its peers.
 
     Raises OSError where that cannot be done.
     """

@@ -56,7 +56,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", nargs="+", choices=LEVELS, default=["exchange"], help="default: exchange")
     add_shape_arguments(parser)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["wan-14b"], help="of level diffusers")
-    parser.add_argument("--layers", type=int, help="of level diffusers' models, default: all of them")
+    parser.add_argument("--layers", type=number_from(1), help="of level diffusers' models, default: all of them")
     parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="sdpa", help="of the blocks, default: sdpa")
     parser.add_argument(
         "--warmups", type=number_from(2), default=10, help="rounds before those that count, 2 or more, default: 10"

@@ -28,7 +28,8 @@ def parallelize(
     before torch.compile, and after ``set_attention_backend``, whose backend it then uses. Gradients of weights are
     each rank's share, to be summed over the ranks.
 
-    transformer: a model with a context-parallel plan of its own, or HunyuanVideo; it is changed by hooks alone.
+    transformer: a model with a context-parallel plan of its own, or HunyuanVideo. What changes of it are hooks, and
+        attributes of its attention processors.
     group: what :class:`ulysses_op.Communicator` takes, or a communicator, which several models may share.
     plan: another plan than the model's.
 
