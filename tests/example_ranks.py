@@ -18,27 +18,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ulysses_op import Communicator, ExchangeGroup
 
-DEVICES = torch.cuda.device_count()
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # over the largest value
 MIN_COSINE = {torch.float32: 0.999999, torch.bfloat16: 0.999}
 
 # Parameters "device" and "backend".
 PLACES = [
     pytest.param("cpu", "shm", id="shm"),
-    pytest.param("cuda", "symm_mem", marks=pytest.mark.gpu, id="symm_mem"),
+    pytest.param("cuda", ranks.PREFERRED_ON_CUDA, marks=pytest.mark.gpu, id=ranks.PREFERRED_ON_CUDA),
 ]
 
 
 def pool(world_size: int, device: str) -> ranks.RankPool:
-    """A rank a device; skips the test where the machine has too few."""
-    if device == "cuda" and world_size > DEVICES:
-        pytest.skip(f"needs {world_size} CUDA devices, this machine has {DEVICES}")
+    """A rank a device, or all on the only one; skips the test where the machine has too few."""
+    if device == "cuda" and world_size > ranks.DEVICES and not ranks.SHARED_DEVICE:
+        pytest.skip(f"needs {world_size} CUDA devices or one that ranks share, this machine has {ranks.DEVICES}")
     return ranks.pool(world_size, device)
 
 
 def place(device: str, rank: int) -> torch.device:
     """Inside a rank: its device."""
-    return torch.device(device, rank) if device == "cuda" else torch.device(device)
+    return torch.device(device, rank % ranks.DEVICES) if device == "cuda" else torch.device(device)
 
 
 @functools.cache

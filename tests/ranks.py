@@ -33,6 +33,11 @@ import torch
 import torch.distributed as dist
 
 HOST = "127.0.0.1"
+DEVICES = torch.cuda.device_count()
+# Where there is one device alone, ranks share it, which symmetric memory and NCCL refuse.
+SHARED_DEVICE = DEVICES == 1
+ONE_SIDED_ON_CUDA = ("cuda_ipc",) if SHARED_DEVICE else ("symm_mem", "cuda_ipc")
+PREFERRED_ON_CUDA = ONE_SIDED_ON_CUDA[0]
 DEADLINE_S = 60.0
 # After one rank has failed, the others are stuck in whatever they expected of it: they get this long to answer.
 GRACE_S = 10.0
@@ -61,7 +66,7 @@ def meet(group: dist.ProcessGroup) -> None:
 
 
 def device_of(device: str) -> torch.device:
-    """This rank's device of the kind "cpu" or "cuda"."""
+    """This rank's device of the kind "cpu" or "cuda", which it may share with other ranks."""
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
@@ -120,8 +125,9 @@ def join_world(rank: int, world_size: int, store_at: str, device: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank % DEVICES)
+        # NCCL refuses two ranks on one device.
+        backend = "cpu:gloo,cuda:nccl" if world_size <= DEVICES else "cpu:gloo,cuda:gloo"
     timeout = timedelta(seconds=DEADLINE_S)
     if store_at.isdecimal():
         store: dist.Store = dist.TCPStore(HOST, int(store_at), is_master=False, timeout=timeout)

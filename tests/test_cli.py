@@ -257,6 +257,10 @@ def test_place_says_why_one_device_is_not_enough(host: Any) -> None:
     assert launch.place().note == ("the ranks run on the CPU: 2 ranks need a CUDA device each, and this host has 1")
     with pytest.raises(launch.LaunchError, match="device is 'cuda', but 2 ranks need a CUDA device each"):
         launch.place(device_type="cuda")
+    assert launch.place(device_type="cuda", may_share=True) == launch.Placement(
+        2, "cuda", "2 ranks share 1 CUDA device(s)", True
+    )
+    assert launch.place(may_share=True).device_type == "cpu"
 
 
 def test_place_under_torchrun(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,10 +70,10 @@ def test_reason_leaves_out_backends_for_other_devices() -> None:
     assert "symm_mem" not in decide(world("cpu", CPU, {}, {"shm": "disabled"})).reason
 
 
-def test_one_device_for_two_ranks_is_refused() -> None:
+def test_one_device_for_two_ranks_is_refused_by_symm_mem_alone() -> None:
     facts = [Facts(rank, "cuda", "", bus_id="0000:1b:00.0") for rank in range(2)]
     refusals = peer_refusals(facts[0], facts, None)
-    assert set(refusals) == {"symm_mem", "cuda_ipc"}
+    assert set(refusals) == {"symm_mem"}
     assert "shares device 0000:1b:00.0 with rank 1" in refusals["symm_mem"]
 
 

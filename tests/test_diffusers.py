@@ -422,8 +422,8 @@ def test_an_error_behind_early_values_reaches_all_ranks() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("backend", ["symm_mem", "cuda_ipc"])
+@pytest.mark.skipif(not ranks.DEVICES, reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ranks.ONE_SIDED_ON_CUDA)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_split_model_is_the_model_on_gpus(name: str, size: tuple[int, int, int], backend: str) -> None:
@@ -431,7 +431,7 @@ def test_split_model_is_the_model_on_gpus(name: str, size: tuple[int, int, int],
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(not ranks.DEVICES, reason="needs a CUDA device")
 def test_values_leave_early_on_gpus() -> None:
-    found = ranks.pool(2, "cuda").run(run_with_adapter, MEMBERS[2], "cuda", "symm_mem")
+    found = ranks.pool(2, "cuda").run(run_with_adapter, MEMBERS[2], "cuda", ranks.PREFERRED_ON_CUDA)
     assert max(error for answer in found for error in answer) <= 1e-5

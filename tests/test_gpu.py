@@ -22,15 +22,13 @@ from test_misuse import MISUSES
 
 from ulysses_op import Communicator
 
-DEVICES = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICES < 2, reason=f"needs two CUDA devices, this machine has {DEVICES}"),
-]
+# Ranks share one device if it is the only one, else each has its own: then there are no more than devices.
+RANKS = 4 if ranks.SHARED_DEVICE else min(4, ranks.DEVICES)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ranks.DEVICES, reason="needs a CUDA device")]
 
-ONE_SIDED = ("symm_mem", "cuda_ipc")
+ONE_SIDED = ranks.ONE_SIDED_ON_CUDA
 BACKENDS = (*ONE_SIDED, "c10d")
-WORLDS = [world_size for world_size in (2, 3, 4) if world_size <= max(2, DEVICES)]
+WORLDS = [world_size for world_size in (2, 3, 4) if world_size <= max(2, RANKS)]
 SKEW_GROUPS = test_skew.GROUPS // 5
 TAGS = test_skew.TAGS
 
@@ -39,8 +37,7 @@ EXCHANGES = [parameter for world_size in WORLDS for parameter in exchanges(world
 
 @pytest.fixture
 def pool() -> ranks.RankPool:
-    """One rank a device, four at most."""
-    return ranks.pool(min(4, DEVICES), "cuda")
+    return ranks.pool(RANKS, "cuda")
 
 
 # ---- what the CPU tests do
@@ -98,19 +95,19 @@ def test_functions(pool: ranks.RankPool, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "backends", [("symm_mem", "symm_mem"), ("cuda_ipc", "cuda_ipc"), ("symm_mem", "c10d")], ids=str
+    "backends", [*((backend, backend) for backend in ONE_SIDED), (ranks.PREFERRED_ON_CUDA, "c10d")], ids=str
 )
 def test_two_communicators_of_one_group(pool: ranks.RankPool, backends: tuple[str, str]) -> None:
     ok(pool.run(test_exchange.run_two_communicators, MEMBERS[2], backends, "cuda"))
 
 
-@pytest.mark.skipif(DEVICES < 4, reason=f"needs four CUDA devices, this machine has {DEVICES}")
+@pytest.mark.skipif(RANKS < 4, reason="needs four CUDA devices, or one that ranks share")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_groups_that_do_not_cover_the_world(pool: ranks.RankPool, backend: str) -> None:
     ok(pool.run(test_exchange.run_part_of_the_world, [(0, 2), (1, 3)], backend, "cuda"))
 
 
-@pytest.mark.skipif(DEVICES < 4, reason=f"needs four CUDA devices, this machine has {DEVICES}")
+@pytest.mark.skipif(RANKS < 4, reason="needs four CUDA devices, or one that ranks share")
 @pytest.mark.parametrize("names", [("dp", "ulysses"), ("ulysses", "tp")], ids=str)
 def test_mesh_dimension(pool: ranks.RankPool, names: tuple[str, str]) -> None:
     ok(pool.run(test_exchange.run_mesh, names, "cuda"))

@@ -93,12 +93,9 @@ def test_opcheck_of_submit_and_wait(pool: ranks.RankPool, case: str) -> None:
     pool.run(run_opcheck_asynchronous, case, timeout_s=200)
 
 
-DEVICES = torch.cuda.device_count()
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICES < 2, reason=f"needs two CUDA devices, this machine has {DEVICES}")
-@pytest.mark.parametrize("backend", ["symm_mem", "c10d"])
+@pytest.mark.skipif(not ranks.DEVICES, reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", [ranks.PREFERRED_ON_CUDA, "c10d"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("check", [run_opcheck, run_opcheck_asynchronous], ids=["functional", "asynchronous"])
 def test_opcheck_on_gpus(check: Any, case: str, backend: str) -> None:

@@ -136,6 +136,9 @@ def peer_refusals(own: Facts, others: Sequence[Facts], board_error: str | None) 
         if text:
             refusals.setdefault("symm_mem", text)
             refusals.setdefault("cuda_ipc", text)
+        text = _shared_device_refusal(own, others)
+        if text:
+            refusals.setdefault("symm_mem", text)
     return refusals
 
 
@@ -166,10 +169,8 @@ def _symm_mem_refusal(device: torch.device) -> str | None:
 
 def _peer_access_refusal(own: Facts, others: Sequence[Facts]) -> str | None:
     for other in others:
-        if other.rank == own.rank or not other.bus_id:
+        if other.bus_id in ("", own.bus_id):
             continue
-        if other.bus_id == own.bus_id:
-            return f"shares device {own.bus_id} with rank {other.rank}; each rank needs one of its own"
         try:
             if not _C.cuda_can_access_peer(own.bus_id, other.bus_id):
                 return f"device {own.bus_id} has no peer access to {other.bus_id} of rank {other.rank}"
@@ -178,4 +179,11 @@ def _peer_access_refusal(own: Facts, others: Sequence[Facts]) -> str | None:
                 f"device {other.bus_id} of rank {other.rank} is not visible to this process "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}): {error}"
             )
+    return None
+
+
+def _shared_device_refusal(own: Facts, others: Sequence[Facts]) -> str | None:
+    for other in others:
+        if other.rank != own.rank and other.bus_id == own.bus_id:
+            return f"shares device {own.bus_id} with rank {other.rank}; torch's symmetric memory wants one a rank"
     return None

@@ -100,7 +100,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the doctor; the exit status."""
     try:
-        placement = place(options.ranks, options.device)
+        placement = place(options.ranks, options.device, may_share=True)
         return run(examine, (placement, options.json), placement, options.timeout)
     except LaunchError as error:
         if options.json:

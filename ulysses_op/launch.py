@@ -39,11 +39,14 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks run. ``note`` says why they do not run on CUDA devices; it is empty where they do, or were not to."""
+    """Where ranks run. ``note`` says why they do not run on CUDA devices, or share some; it is empty where each has one
+    of its own, or was not to have any.
+    """
 
     world_size: int
     device_type: str
     note: str = ""
+    shares_devices: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,11 +80,13 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def place(ranks: int | None = None, device_type: str | None = None) -> Placement:
+def place(ranks: int | None = None, device_type: str | None = None, may_share: bool = False) -> Placement:
     """Decide how many ranks run, and on which devices. Initialises nothing.
 
     ranks: None takes torchrun's, else 2.
     device_type: "cpu" or "cuda"; None takes CUDA where each rank of a host can have a device of its own, else the CPU.
+    may_share: for what takes no times: where CUDA is asked for, several ranks may run on one device. Their process
+    group then is Gloo's, since NCCL refuses that.
 
     Raises LaunchError for what cannot run here.
     """
@@ -101,6 +106,9 @@ def place(ranks: int | None = None, device_type: str | None = None) -> Placement
     lack = _cuda_lack(on_host)
     if not lack:
         return Placement(world_size, "cuda")
+    count = torch.cuda.device_count()
+    if device_type == "cuda" and may_share and count and not under_torchrun():
+        return Placement(world_size, "cuda", f"{world_size} ranks share {count} CUDA device(s)", True)
     if device_type is None:
         return Placement(world_size, "cpu", f"the ranks run on the CPU: {lack}")
     if under_torchrun() and torch.cuda.is_available():
@@ -141,7 +149,7 @@ def _process_group(placement: Placement, local_rank: int, timeout_s: float, **in
     if placement.device_type == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:gloo" if placement.shares_devices else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **init)
     # Not in a finally: after a failure, peers that are stuck would hold up this rank in it, too.
     yield device

@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
     # Programs end by themselves: what is over this is stuck.
     timeout_s = options.timeout or (600.0 if minutes is None else 60.0 * minutes) + 120.0
     try:
-        placement = place(options.ranks, options.device)
+        placement = place(options.ranks, options.device, may_share=True)
     except LaunchError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 2
