@@ -316,8 +316,13 @@ def text_mask(batch: int) -> torch.Tensor:
     return mask
 
 
-def moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+def moved(inputs: Any, device: torch.device) -> Any:
+    """The inputs, with all tensors in dictionaries, lists and tuples on the device."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.to(device)
+    if isinstance(inputs, dict):
+        return {name: moved(x, device) for name, x in inputs.items()}
+    return type(inputs)(moved(x, device) for x in inputs) if isinstance(inputs, (list, tuple)) else inputs
 
 
 def compiled(model: torch.nn.Module, how: str) -> Callable[..., Any]:
