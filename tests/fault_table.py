@@ -130,6 +130,9 @@ STEPS = {
     "before DONE": Step("engine", "finish"),
     "in wait": Step("engine", "deliver"),
     "in the rendezvous of a new tag": Step("engine", "_compare", tags=("v", "other")),
+    # The second meeting of a rendezvous tells the names of memory that was made, the third that all have mapped it.
+    "with memory made": Step("channel", "all_gather", 2, tags=("v", "other")),
+    "with memory mapped": Step("channel", "all_gather", 3, tags=("v", "other")),
     "before a target grows": Step("engine", "_quiesce", grows=True),
     "in an eviction": Step("mapping", "release", tags=("v", "other")),
 }
@@ -179,7 +182,7 @@ def exchange(comm: Communicator, tags: tuple[str, ...], length: int, device: str
 
 def arm(comm: Communicator, step: Step, fault: Callable[[], None]) -> None:
     engine: Any = comm._engine
-    owner = {"engine": engine, "mapping": engine._targets._mapping}[step.owner]
+    owner = {"engine": engine, "channel": engine._channel, "mapping": engine._targets._mapping}[step.owner]
     call, left = getattr(owner, step.call), [step.count]
 
     def armed(*arguments: Any, **more: Any) -> Any:

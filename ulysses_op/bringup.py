@@ -61,32 +61,31 @@ def _state_facts(
     That memory is the proof that they are on one host: rank 0 creates it, and whoever can map it is.
     """
     rank, world_size = group.rank(), group.size()
-    board_bytes = _C.Board.size_bytes(world_size)
-    own_name = segment_name()
+    own = probe(device, rank, config, f"{segment_name()} {secrets.token_hex(16)}", group_device_types(group))
+    facts = [Facts.from_bytes(text) for text in all_gather_bytes(group, own.to_bytes(), timeout_s)]
+    _check_consistent(facts)
+    name, key_prefix = facts[0].board.split()
+    channel = Channel(group_store(group), key_prefix, rank, world_size, timeout_s)
     segment: _C.SharedSegment | None = None
     board_error: str | None = None
+    board_bytes = _C.Board.size_bytes(world_size)
+    # Made once every rank knows its name, and removed by all: whoever is left cleans up.
     try:
         if rank == 0:
             try:
-                segment = _C.SharedSegment.create(own_name, board_bytes)
+                segment = _C.SharedSegment.create(name, board_bytes)
             except RuntimeError as error:
                 board_error = str(error)
-        key_prefix = secrets.token_hex(16)
-        own = probe(device, rank, config, f"{own_name} {key_prefix}", group_device_types(group))
-        facts = [Facts.from_bytes(text) for text in all_gather_bytes(group, own.to_bytes(), timeout_s)]
-        _check_consistent(facts)
-        board_name, key_prefix = facts[0].board.split()
-        channel = Channel(group_store(group), key_prefix, rank, world_size, timeout_s)
+        channel.all_gather(b"")
         if rank != 0:
             try:
-                segment = _C.SharedSegment.open(board_name, board_bytes)
+                segment = _C.SharedSegment.open(name, board_bytes)
             except RuntimeError as error:
                 board_error = str(error)
         own = replace(own, refusals={**peer_refusals(own, facts, board_error), **own.refusals})
         facts = [Facts.from_bytes(text) for text in channel.all_gather(own.to_bytes())]
     finally:
-        if rank == 0:
-            _C.SharedSegment.unlink(own_name)
+        _C.SharedSegment.unlink(name)
     return facts, channel, segment
 
 

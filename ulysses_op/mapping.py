@@ -49,31 +49,36 @@ def rounded(nbytes: int, device: torch.device) -> int:
 
 
 class SharedMemory:
-    """POSIX shared memory. Names are random, and gone as soon as every rank has mapped them."""
+    """POSIX shared memory. Names are random, and gone as soon as every rank has mapped them.
+
+    Every rank knows all names before anything has them, and removes them all: whoever is left cleans up.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._count = 0
 
     def allocate(self, nbytes: int) -> PeerBuffer:
         size = rounded(nbytes, torch.device("cpu"))
-        own_name = segment_name()
+        self._count += 1
+        names = [f"/ulysses_op-{self._channel.prefix}-{self._count}-{peer}" for peer in range(self._channel.world_size)]
+        own_name = names[self._channel.rank]
         segments: list[_C.SharedSegment] = []
         try:
-
-            def create() -> bytes:
-                segments.append(_C.SharedSegment.create(own_name, size))
-                return own_name.encode()
-
-            names = self._channel.gather_results(f"allocating {size} bytes of shared memory", create)
+            self._channel.vote(
+                f"allocating {size} bytes of shared memory",
+                lambda: segments.append(_C.SharedSegment.create(own_name, size)),
+            )
             own = segments.pop()
 
             def open_peers() -> None:
-                for peer, name in enumerate(names):
-                    segments.append(own if peer == self._channel.rank else _C.SharedSegment.open(name.decode(), size))
+                for name in names:
+                    segments.append(own if name == own_name else _C.SharedSegment.open(name, size))
 
             self._channel.vote("mapping shared memory", open_peers)
         finally:
-            _C.SharedSegment.unlink(own_name)
+            for name in names:
+                _C.SharedSegment.unlink(name)
         base = torch.frombuffer(own, dtype=torch.uint8)
         return PeerBuffer(base, [segment.address for segment in segments], segments)
 

@@ -54,9 +54,13 @@ def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float)
 
 
 class Channel:
-    """All-gathers of byte strings through the group's store. Every rank makes the same calls in the same order."""
+    """All-gathers of byte strings through the group's store. Every rank makes the same calls in the same order.
+
+    ``prefix`` is equal on these ranks, and nobody else's.
+    """
 
     def __init__(self, store: dist.Store, prefix: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self.prefix = prefix
         self.rank = rank
         self.world_size = world_size
         self._store = dist.PrefixStore(f"ulysses_op/{prefix}", store)
