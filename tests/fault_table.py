@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -396,7 +396,7 @@ def check(case: Case) -> None:
     assert ranks.shared_memory_left_since(before) == []
 
 
-def note(case: Case, told: list[Told | None]) -> None:
+def note(case: Case, told: Sequence[Told | None]) -> None:
     """A line for the table that ULYSSES_OP_TEST_FAULT_TABLE names, if it does."""
     path = os.environ.get(TABLE_VARIABLE)
     if path is None:

@@ -16,8 +16,8 @@ from .errors import BackendUnavailableError, TargetError
 from .fallback import C10dEngine
 from .mapping import CudaIpc, Mapping, SharedMemory, SymmetricMemory, segment_name
 from .onesided import OneSidedEngine
-from .rendezvous import Channel, all_gather_bytes
-from .torch_compat import group_device_types, group_store
+from .rendezvous import Channel, all_gather_bytes, open_channel
+from .torch_compat import group_device_types
 
 
 def bring_up(
@@ -65,7 +65,7 @@ def _state_facts(
     facts = [Facts.from_bytes(text) for text in all_gather_bytes(group, own.to_bytes(), timeout_s)]
     _check_consistent(facts)
     name, key_prefix = facts[0].board.split()
-    channel = Channel(group_store(group), key_prefix, rank, world_size, timeout_s)
+    channel = open_channel(group, key_prefix, timeout_s)
     segment: _C.SharedSegment | None = None
     board_error: str | None = None
     board_bytes = _C.Board.size_bytes(world_size)

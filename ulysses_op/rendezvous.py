@@ -5,18 +5,66 @@ pickles.
 from __future__ import annotations
 
 import itertools
+import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from . import _C
-from .errors import MismatchError, PeerTimeoutError, TargetError, error_of_kind
-from .torch_compat import group_device_types
+from .errors import BrokenCommunicatorError, MismatchError, PeerTimeoutError, TargetError, error_of_kind
+from .torch_compat import group_device_types, group_store
 
 _DESCRIPTION_BYTES = 2048
 _MESSAGE_BYTES = 8192
+_SLICE_S = 0.1
+_STORE_GRACE_S = 1.0  # beyond the time-out, for a store that answers, and for a process that is about to have ended
+
+_Result = TypeVar("_Result")
+
+
+def bounded(call: Callable[[], _Result], timeout_s: float) -> _Result:
+    """``call()``, in a thread of its own; TimeoutError after ``timeout_s``, and the thread is left to itself.
+
+    Calls of a store have no time-out where the process that hosts it stands still.
+    """
+    outcome: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="ulysses_op rendezvous", daemon=True)
+    thread.start()
+    # In slices: a process that stood still itself goes on where it was, instead of finding its time over.
+    for _ in range(math.ceil(timeout_s / _SLICE_S)):
+        thread.join(_SLICE_S)
+        if not thread.is_alive():
+            break
+    if errors:
+        raise errors[0]
+    if not outcome:
+        raise TimeoutError(f"no answer within {timeout_s} s")
+    return outcome[0]
+
+
+def open_channel(group: dist.ProcessGroup, prefix: str, timeout_s: float) -> Channel:
+    """A channel of the ranks of ``group``. Raises BrokenCommunicatorError when its store cannot be reached."""
+    try:
+        store = bounded(lambda: group_store(group), timeout_s + _STORE_GRACE_S)
+    except (RuntimeError, TimeoutError) as error:
+        raise BrokenCommunicatorError(f"rank {group.rank()}: {_unreachable(error)}") from error
+    return Channel(store, prefix, group.rank(), group.size(), timeout_s)
+
+
+def _unreachable(error: Exception) -> str:
+    return f"the store of the process group cannot be reached: {str(error).splitlines()[0]}"
 
 
 def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float) -> list[bytes]:
@@ -79,9 +127,27 @@ class Channel:
         """Every rank's payload, in rank order.
 
         Raises PeerTimeoutError that names the ranks that are missing or have ended, PeerAbortError when one gave up,
-        MismatchError when one is in a handshake instead.
+        MismatchError when one is in a handshake instead, BrokenCommunicatorError when the store cannot be reached.
         """
         self._round += 1
+        try:
+            return bounded(lambda: self._all_gather(payload), self._timeout_s + _STORE_GRACE_S)
+        except BrokenCommunicatorError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            self._raise_if_told()
+            gone = self._gone(range(self.world_size))
+            # A store that ends with the rank that hosts it is missed a little before that rank is.
+            deadline = time.monotonic() + (0.0 if isinstance(error, TimeoutError) else _STORE_GRACE_S)
+            while self._board is not None and not gone and time.monotonic() < deadline:
+                time.sleep(0.01)
+                gone = self._gone(range(self.world_size))
+            ended = f"the process of rank(s) {gone} has ended, and " if gone else ""
+            raise (PeerTimeoutError if gone else BrokenCommunicatorError)(
+                f"rank {self.rank}, in a rendezvous: {ended}{_unreachable(error)}"
+            ) from error
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
         keys = [f"{self._round}/{peer}" for peer in range(self.world_size)]
         self._store.set(keys[self.rank], b"\0" + payload)  # type: ignore[arg-type]
         start = time.monotonic()
@@ -117,16 +183,22 @@ class Channel:
             return []
         return [peer for peer in range(self.world_size) if peer != self.rank and self._board.signalled(peer)]
 
+    def _raise_if_told(self) -> None:
+        told = self._board.aborted() if self._board is not None else None
+        if told is not None:
+            raise error_of_kind(told.kind)(f"rank {self.rank}, in a rendezvous: a peer gave up: {told.message}")
+
+    def _gone(self, peers: Iterable[int]) -> list[int]:
+        board = self._board
+        return [peer for peer in peers if board is not None and peer != self.rank and board.peer_gone(peer)]
+
     def _give_up_if_hopeless(self, keys: list[str], signalling: list[int], waited_s: float) -> None:
         missing = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
         here = f"rank {self.rank}"
-        if self._board is not None:
-            told = self._board.aborted()
-            if told is not None:
-                raise error_of_kind(told.kind)(f"{here}, in a rendezvous: a peer gave up: {told.message}")
-            gone = [peer for peer in missing if self._board.peer_gone(peer)]
-            if gone:
-                raise PeerTimeoutError(f"{here}, in a rendezvous: the process of rank(s) {gone} has ended")
+        self._raise_if_told()
+        gone = self._gone(missing)
+        if gone:
+            raise PeerTimeoutError(f"{here}, in a rendezvous: the process of rank(s) {gone} has ended")
         # Signalled before the key was looked for: a peer that takes part would have set its key before its signal.
         elsewhere = [peer for peer in missing if peer in signalling]
         if elsewhere:
