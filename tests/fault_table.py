@@ -327,8 +327,10 @@ def forkserver() -> Any:
     return context
 
 
-def run(case: Case) -> tuple[list[Told | None], list[int | None]]:
-    """What each rank told, None if it ended without, and the exit statuses. Ends every process that it started."""
+def run(case: Case, target: Callable[..., None] = live) -> tuple[list[Told | None], list[int | None]]:
+    """What each rank, a process of ``target``, told, None if it ended without, and the exit statuses. Ends every
+    process that it started.
+    """
     context = forkserver()
     deadline = time.monotonic() + DEADLINE_S
     processes: list[Any] = []
@@ -337,7 +339,7 @@ def run(case: Case) -> tuple[list[Told | None], list[int | None]]:
         try:
             for rank in range(case.world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=live, args=(rank, case, f"{directory}/store", theirs))
+                process = context.Process(target=target, args=(rank, case, f"{directory}/store", theirs))
                 process.start()
                 theirs.close()
                 processes.append(process)

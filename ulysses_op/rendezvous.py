@@ -41,7 +41,10 @@ def bounded(call: Callable[[], _Result], timeout_s: float) -> _Result:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="ulysses_op rendezvous", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # there is no memory for one: the ranks must hear of what else failed here
+        return call()
     # In slices: a process that stood still itself goes on where it was, instead of finding its time over.
     for _ in range(math.ceil(timeout_s / _SLICE_S)):
         thread.join(_SLICE_S)
