@@ -133,6 +133,7 @@ STEPS = {
     # The second meeting of a rendezvous tells the names of memory that was made, the third that all have mapped it.
     "with memory made": Step("channel", "all_gather", 2, tags=("v", "other")),
     "with memory mapped": Step("channel", "all_gather", 3, tags=("v", "other")),
+    "before a first target": Step("mapping", "allocate", tags=("other", "v")),
     "before a target grows": Step("engine", "_quiesce", grows=True),
     "in an eviction": Step("mapping", "release", tags=("v", "other")),
 }
@@ -384,6 +385,11 @@ def check(case: Case) -> None:
         assert survivor.took_s <= timeout_s + SLACK_S, survivor
         assert survivor.closed_s <= SLACK_S, survivor
         assert survivor.right, survivor
+        # Who can tell does, and an end is seen: nobody waits for the time-out then.
+        if case.fault == "raises" and "replay" not in case.step:
+            assert survivor.error == "PeerAbortError", survivor
+        elif case.fault in ("killed", "ends") and case.device == "cpu":
+            assert "ended" in survivor.text, survivor
     lost = told[victim]
     if case.fault in ("killed", "ends", "stopped"):
         assert lost is None, lost

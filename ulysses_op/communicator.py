@@ -298,8 +298,9 @@ class Communicator:
             self._abandon(engine, group)
             raise error
         except BaseException as error:
-            # Of ordinary errors before a group has begun the peers need not know.
-            if group.submissions or isinstance(error, BrokenCommunicatorError) or not isinstance(error, Exception):
+            # Of ordinary errors before a group has begun the peers need not know, unless they wait for this rank.
+            begun = bool(group.submissions) or submission.met
+            if begun or isinstance(error, BrokenCommunicatorError) or not isinstance(error, Exception):
                 self._break(error)
             raise
         try:

@@ -21,8 +21,8 @@ class Submission:
     """One tensor on its way. ``state`` belongs to the engine that moves it."""
 
     __slots__ = (
-        *("differentiable", "digest", "dtype", "exchange", "final", "own_slice", "owned", "state", "tag", "version"),
-        "x",
+        *("differentiable", "digest", "dtype", "exchange", "final", "met", "own_slice", "owned", "state", "tag"),
+        *("version", "x"),
     )
 
     def __init__(
@@ -48,6 +48,7 @@ class Submission:
         # Whether the result is lent, and has the own slice, is this rank's own affair.
         self.digest = digest_of((tag, name, exchange.digest, x.dtype, self.differentiable, final))
         self.state: Any = None
+        self.met = False  # the ranks have begun to meet on its behalf: of an error from then on they must hear
 
     def release(self) -> None:
         """Let go of the tensors: the group may outlive its results."""

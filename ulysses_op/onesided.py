@@ -105,6 +105,7 @@ class OneSidedEngine:
         found = self._targets.find(key, nbytes)
         if found is not None:
             return found
+        submission.met = True
         self._compare(group, submission)
         in_use = [s.state.route.key for other in (group, *self._unwaited) for s in other.submissions]
         with torch.inference_mode(False):  # targets outlive it
