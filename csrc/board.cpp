@@ -146,6 +146,7 @@ bool Board::peer_gone(int peer) const {
 }
 
 void Board::abort_peers(Failure::Kind kind, const std::string& message) {
+  if (kind == Failure::Kind::kDriver) kind = Failure::Kind::kAbort;  // it is this rank's device, not theirs
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
     Entry& other = entry(peer);

@@ -279,6 +279,28 @@ bool CudaTransport::queues_empty() const {
          CudaDriver::get().p_cuStreamQuery(own_stream_) != CUDA_ERROR_NOT_READY;
 }
 
+bool CudaTransport::device_lost() const {
+  RelaxedCapture relaxed;
+  switch (CudaDriver::get().p_cuStreamQuery(copy_stream_)) {
+    case CUDA_ERROR_ILLEGAL_ADDRESS:
+    case CUDA_ERROR_LAUNCH_TIMEOUT:
+    case CUDA_ERROR_ASSERT:
+    case CUDA_ERROR_HARDWARE_STACK_ERROR:
+    case CUDA_ERROR_ILLEGAL_INSTRUCTION:
+    case CUDA_ERROR_MISALIGNED_ADDRESS:
+    case CUDA_ERROR_INVALID_ADDRESS_SPACE:
+    case CUDA_ERROR_INVALID_PC:
+    case CUDA_ERROR_LAUNCH_FAILED:
+    case CUDA_ERROR_ECC_UNCORRECTABLE:
+    case CUDA_ERROR_NVLINK_UNCORRECTABLE:
+    case CUDA_ERROR_CONTEXT_IS_DESTROYED:
+    case CUDA_ERROR_UNKNOWN:
+      return true;
+    default:
+      return false;
+  }
+}
+
 std::optional<Failure> CudaTransport::failure() const {
   if (failed_.load(std::memory_order_acquire)) {
     std::lock_guard lock(mutex_);
@@ -429,9 +451,10 @@ bool CudaTransport::drain(double grace_s) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     empty = queues_empty();
   }
+  const bool drained = empty && !device_lost();
   CUcontext popped = nullptr;
   CudaDriver::get().p_cuCtxPopCurrent(&popped);
-  return empty;
+  return drained;
 }
 
 bool CudaTransport::stop() {

@@ -76,7 +76,8 @@ class CudaTransport {
   void abort(Failure::Kind kind, const std::string& message);
   // Waits at most grace_s for queued work, then gives up and waits at most 10 s more. True once everything is released;
   // false while commands are stuck behind a caller's stream: then the watcher goes on releasing them, and pads and
-  // targets must stay mapped. Idempotent.
+  // targets must stay mapped. False, too, where the device has failed: what is freed there raises, in torch's
+  // destructors for one, and so must stay. Idempotent.
   bool shutdown(double grace_s);
 
  private:
@@ -104,6 +105,7 @@ class CudaTransport {
   size_t in_flight() const;
   void retire_completed();  // pops completed groups
   bool queues_empty() const;
+  bool device_lost() const;  // an error that the context keeps: nothing runs there any more, nothing can be freed
   CUevent take_event();
 
   bool drain(double grace_s);  // true once the queues are empty

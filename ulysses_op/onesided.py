@@ -30,7 +30,8 @@ write shows."""
 _ALL_CAPTURES = -1
 
 _undrained: list[OneSidedEngine] = []
-"""Closed while commands of theirs were still stuck behind the caller's streams: their memory must stay mapped."""
+"""Closed while commands of theirs were still stuck behind the caller's streams, or with a device that has failed: their
+memory must stay mapped."""
 
 
 class OneSidedEngine:
@@ -308,7 +309,9 @@ def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup
     """What a transport reports, as the error that the caller sees."""
     where = f"rank {rank} ({backend}), group of {group.describe()}" if group is not None else f"rank {rank} ({backend})"
     signal = f" at {failure.signal}" if failure.signal else ""
-    if failure.message:
+    if failure.kind == "driver":
+        text = f"{where}{signal}: this rank's device has failed: {failure.message}"
+    elif failure.message:
         text = f"{where}{signal}: a peer gave up, what it sent since is void: {failure.message}"
     else:
         peers = f"rank(s) {', '.join(map(str, failure.peers))}"
