@@ -25,7 +25,7 @@ DEVICE_STEPS = ("between submissions", "before DONE", "in wait", "before a targe
 def cases(backend: str, *marks: Any) -> list[Any]:
     found = []
     for world_size in WORLD_SIZES:
-        if world_size > max(2, DEVICES):
+        if backend == "symm_mem" and world_size > max(2, DEVICES):
             continue
         pairs = chosen({**STEPS, **GRAPH_STEPS}, FAULTS, 1, WHOLE if world_size == 2 else ())
         pairs += chosen(DEVICE_STEPS, DEVICE_FAULTS, 1)

@@ -44,8 +44,9 @@ _DEFAULT_SHAPES: list[Shape] = [(1, 9472, 28, 128)]
 PICTURES = (".svg", ".png")
 
 LEGEND = """\
-us: how long the copy to the peers ran, hidden us: how long of that a kernel ran on the same GPU; medians of the steps.
-hidden: that part of all steps' copies. Which copy is which is told by the order of submission."""
+us: how long the copy to the peers ran, hidden us: how long of that a kernel ran on the same GPU, own us: how long none
+did, but the rank's own slice was copied, by multiprocessors; medians of the steps. hidden: that part of all steps'
+copies; or own: together with that beside own slices. Which copy is which is told by the order of submission."""
 
 Build = Callable[[Shape, Inputs, Communicator, Ranks], Callable[[], Outputs]]
 
@@ -245,9 +246,13 @@ def table(title: str, steps: Sequence[Step]) -> str:
     """What is told of one rank's steps."""
     step = middle_step(steps)
     lines = [
-        [row.what, *(number(us, 1) for us in (row.us, row.hidden_us, row.exposed_us)), f"{100 * row.hidden:.0f} %"]
+        [
+            row.what,
+            *(number(us, 1) for us in (row.us, row.hidden_us, row.exposed_us, row.own_us)),
+            *(f"{100 * part:.0f} %" for part in (row.hidden, row.or_own)),
+        ]
         for row in summarise(steps)
     ]
     what = f"steps: {len(steps)}, the middle one {step.us:.0f} us, of which nothing ran for {step.idle_us:.0f} us"
-    head = ["copy", "us", "hidden us", "exposed us", "hidden"]
+    head = ["copy", "us", "hidden us", "exposed us", "own us", "hidden", "or own"]
     return f"\n{title}\n{what}\n{format_table(head, lines)}"

@@ -8,7 +8,9 @@ Measured, from the profiler's trace: where kernels and copies begin and end, on 
   first copy begins, and began no earlier than the work ended that it stands behind; DONE begins when the last copy
   ends, and is over before the next work on a stream of kernels begins. Those bounds are what is told.
 
-A kernel is compute whatever it does, also one that only moves data; a copy is not, on any stream. Microseconds.
+A kernel is compute whatever it does, also one that only moves data; a copy is not, on any stream. Own slices, which
+multiprocessors copy, are told apart: what runs beside them waits for nothing, but they are of the exchange themselves.
+Microseconds.
 """
 
 from __future__ import annotations
@@ -58,10 +60,13 @@ class Handshake(NamedTuple):
 
 
 class Cover(NamedTuple):
-    """us: how long copies ran; hidden_us: how long of that at least one kernel ran on the same device."""
+    """us: how long copies ran; hidden_us: how long of that at least one kernel ran on the same device; own_us: how long
+    no kernel did, but an own slice was copied.
+    """
 
     us: float
     hidden_us: float
+    own_us: float
 
     @property
     def exposed_us(self) -> float:
@@ -96,7 +101,9 @@ class Step:
 
     def cover(self, *tensors: str) -> Cover:
         copies = [span for tensor in tensors for span in self.copies[tensor]]
-        return Cover(total(copies), max(0.0, overlap(copies, self.compute)))
+        own = [span for span, role in zip(self.spans, self.roles, strict=True) if role == OWN]
+        hidden_us = max(0.0, overlap(copies, self.compute))
+        return Cover(total(copies), hidden_us, max(0.0, overlap(copies, [*self.compute, *own]) - hidden_us))
 
     def exposed(self) -> list[tuple[float, float]]:
         """Where a copy to a peer runs and no kernel does, as (start, end)."""
@@ -114,13 +121,17 @@ class Step:
 
 
 class Row(NamedTuple):
-    """Medians over steps, in microseconds; hidden: the part of all steps' copies that was hidden, from 0 to 1."""
+    """Medians over steps, in microseconds; hidden: the part of all steps' copies that was hidden, from 0 to 1; or_own:
+    that was hidden, or beside an own slice.
+    """
 
     what: str
     us: float
     hidden_us: float
     exposed_us: float
+    own_us: float
     hidden: float
+    or_own: float
 
 
 def read_steps(spans: Sequence[Span], discard_first: bool = True) -> list[Step]:
@@ -208,10 +219,12 @@ def summarise(steps: Sequence[Step]) -> list[Row]:
     rows = []
     for what, tensors in [*((tensor, (tensor,)) for tensor in TENSORS), ("all", TENSORS)]:
         covers = [step.cover(*tensors) for step in steps]
-        us, hidden_us, exposed_us = (
-            statistics.median(getattr(cover, name) for cover in covers) for name in ("us", "hidden_us", "exposed_us")
+        us, hidden_us, exposed_us, own_us = (
+            statistics.median(getattr(cover, name) for cover in covers)
+            for name in ("us", "hidden_us", "exposed_us", "own_us")
         )
         travelled = sum(cover.us for cover in covers)
         hidden = sum(cover.hidden_us for cover in covers) / travelled if travelled else 1.0
-        rows.append(Row(what, us, hidden_us, exposed_us, hidden))
+        beside_own = sum(cover.own_us for cover in covers) / travelled if travelled else 0.0
+        rows.append(Row(what, us, hidden_us, exposed_us, own_us, hidden, hidden + beside_own))
     return rows
