@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import test_memory_faults
 import torch
 from fault_table import ALL, DEADLINE_S, DEVICE_FAULTS, FAULTS, GRAPH_STEPS, STEPS, Case, check, chosen
 
@@ -38,3 +39,10 @@ def cases(backend: str, *marks: Any) -> list[Any]:
 @pytest.mark.parametrize("case", [*cases("symm_mem", TWO_DEVICES), *cases("cuda_ipc")])
 def test_faults(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.parametrize("backend", [pytest.param("symm_mem", marks=TWO_DEVICES), "cuda_ipc"])
+@pytest.mark.parametrize("step", test_memory_faults.STEPS)
+def test_a_rank_without_memory(step: str, backend: str) -> None:
+    test_memory_faults.check(Case("cuda", backend, 2, step, "no device memory"))

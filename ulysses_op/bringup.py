@@ -12,7 +12,7 @@ import torch.distributed as dist
 from . import _C
 from .capability import Decision, Facts, decide, peer_refusals, probe
 from .engine import Engine
-from .errors import BackendUnavailableError, TargetError
+from .errors import BackendUnavailableError, TargetError, kind_of_error
 from .fallback import C10dEngine
 from .mapping import CudaIpc, Mapping, SharedMemory, SymmetricMemory, segment_name
 from .onesided import OneSidedEngine
@@ -125,7 +125,9 @@ def _one_sided(
     engine = OneSidedEngine(backend, channel, device, mapping, max_targets, pipelined)
     try:
         channel.vote(f"starting {backend}", lambda: engine.start(board, timeout_s))
-    except TargetError:
+    except BaseException as error:
+        if not isinstance(error, TargetError):  # a rank that comes late finds all the votes, and must hear of this
+            engine.abort(kind_of_error(error), f"{type(error).__name__}: {error}")
         engine.close(0.0)
         raise
     return engine

@@ -185,7 +185,8 @@ class OneSidedEngine:
             raise _error_of(failure, self.rank, self.backend, group)
 
     def abort(self, kind: str, message: str) -> None:
-        self._transport.abort(kind, f"rank {self.rank}: {message}")
+        if self._transport is not None:
+            self._transport.abort(kind, f"rank {self.rank}: {message}")
 
     def close(self, grace_s: float) -> None:
         self._loans.end(self._loans.keys(), "its communicator was closed")
