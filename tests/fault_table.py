@@ -321,9 +321,9 @@ def live(rank: int, case: Case, store_at: str, answers: Connection) -> None:
     with contextlib.suppress(RuntimeError):
         comm.close()
     closed_s = time.monotonic() - start - took_s
-    del rest_of_it
     again = ""
     if rank in others:
+        del rest_of_it
         if case.device == "cuda":
             torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that was left leaves its own
         right &= computes(case.device)

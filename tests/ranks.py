@@ -379,7 +379,7 @@ def shared_memory() -> set[str]:
 
 def shared_memory_left_since(before: set[str]) -> list[str]:
     """Names that appeared and stay: what another process on this host holds for a moment is not a leftover."""
-    for _ in range(20):
+    for _ in range(100):
         left = shared_memory() - before
         if not left:
             break
