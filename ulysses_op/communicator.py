@@ -184,12 +184,15 @@ class Communicator:
         return ExchangeGroup(self, tags)
 
     def check(self) -> None:
-        """Raise if the communicator has failed. On CUDA a group's failure is found after wait(): synchronize, then
-        check, to be sure of results before they leave the device. Every later call checks too.
+        """Raise if the communicator has failed, in groups or in compiled code. On CUDA a group's failure is found after
+        wait(): synchronize, then check, to be sure of results before they leave the device. Every later call checks
+        too, but for replays of CUDA graphs. Local.
         """
         self._check_usable()
         if self._engine is not None:
             self._guarded(self._engine.check, None)
+        if self._companion is not None:
+            self._companion.check()
 
     def flight_record(self) -> dict[str, Any]:
         """The last 64 groups, and the last 64 of compiled code: what was submitted to each and when, and the

@@ -20,6 +20,7 @@ from . import (
     ops,
     projections,
 )
+from .checked_calls import checked
 from .inductor_compat import CustomSchedulerPass
 
 _Model = TypeVar("_Model")
@@ -110,16 +111,24 @@ def compile(
     **arguments: Any,
 ) -> _Model:
     """``torch.compile(model, mode=mode, options=options, **arguments)`` with the pass installed: exchanges that meet in
-    one attention become one group, V's submission goes ahead of the work on Q and K, and one wait completes them.
+    one attention become one group, V's submission goes ahead of the work on Q and K, and one wait completes them. A
+    call raises what has failed, since the calls before it, of the communicators that those used: also where they only
+    replay CUDA graphs.
 
     cuda_graphs, split_projections: see :func:`compile_options`. Other backends than Inductor run the functional ops:
     right, without overlap.
     """
-    if arguments.get("backend", "inductor") != "inductor":
-        return torch.compile(model, mode=mode, options=options, **arguments)  # type: ignore[call-overload]
-    chosen = dict(options or {})
-    settings: dict[str, Any] = {"cuda_graphs": cuda_graphs, "split_projections": split_projections}
-    installed = compile_options(chosen.pop("post_grad_custom_post_pass", None), **settings)
-    # torch.compile takes a mode or options, and a mode is options by name.
-    by_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    return torch.compile(model, options={**by_mode, **chosen, **installed}, **arguments)  # type: ignore[call-overload]
+    if arguments.get("backend", "inductor") == "inductor":
+        chosen = dict(options or {})
+        settings: dict[str, Any] = {"cuda_graphs": cuda_graphs, "split_projections": split_projections}
+        installed = compile_options(chosen.pop("post_grad_custom_post_pass", None), **settings)
+        # torch.compile takes a mode or options, and a mode is options by name.
+        by_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
+        mode, options = None, {**by_mode, **chosen, **installed}
+    compiled: Any = torch.compile(model, mode=mode, options=options, **arguments)  # type: ignore[call-overload]
+    if isinstance(model, torch.nn.Module):
+        compiled.forward = checked(compiled.forward)
+    else:
+        compiled = checked(compiled)
+    result: _Model = compiled
+    return result

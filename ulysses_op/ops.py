@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d
 
 from . import registry
 from .asynchronous import beside
+from .checked_calls import note
 from .communicator import Communicator
 from .gradients import sum_replicas
 from .layout import HeadRanges, slot_ranges
@@ -107,6 +108,7 @@ def _run(
 ) -> torch.Tensor:
     communicator = communicator_of(name, x.device)
     _check_world_size(communicator, name, world_size)
+    note(communicator)
     return communicator._exchange_one(x, direction, _pairs(heads) or None, tuple(seq_lens) or None, replicas)
 
 
@@ -162,6 +164,7 @@ def _submit_kernel(
     _check_no_gradient("submit", (x,))
     found = communicator_of(communicator, x.device)
     _check_world_size(found, communicator, world_size)
+    note(found)
     plan, lens = _pairs(heads) or None, tuple(seq_lens) or None
     return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, own_slice, lend)
 
