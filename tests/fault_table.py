@@ -1,12 +1,13 @@
-"""What the tables of faults share: rank processes of which the last is lost at one step of the protocol, and what each
-of the others was told, and whether they can go on.
+"""What the tables of faults share: rank processes of which one, mostly the last, is lost at one step of the protocol;
+what each of the others was told, and whether they can go on.
 
-A case is run by `run`, judged by `judge`; with ULYSSES_OP_TEST_FAULT_TABLE=path each adds a line to that file.
+`check` runs a case and judges it; with ULYSSES_OP_TEST_FAULT_TABLE=path each adds a line to that file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -115,7 +116,7 @@ DEVICE_FAULTS: dict[str, Callable[[], None]] = {
 
 @dataclass(frozen=True)
 class Step:
-    """In front of which call of which object the victim is lost, at the call of that count; what the ranks do."""
+    """In front of which call of which object which rank is lost, at the call of that count; what the ranks do."""
 
     owner: str = ""
     call: str = ""
@@ -123,6 +124,7 @@ class Step:
     tags: tuple[str, ...] = TAGS
     grows: bool = False
     scene: str = "groups"
+    victim: int = -1
 
 
 STEPS = {
@@ -131,10 +133,11 @@ STEPS = {
     "before DONE": Step("engine", "finish"),
     "in wait": Step("engine", "deliver"),
     "in the rendezvous of a new tag": Step("engine", "_compare", tags=("v", "other")),
-    # The second meeting of a rendezvous tells the names of memory that was made, the third that all have mapped it.
+    # The second meeting of a rendezvous tells that memory was made, the third that it was mapped.
     "with memory made": Step("channel", "all_gather", 2, tags=("v", "other")),
     "with memory mapped": Step("channel", "all_gather", 3, tags=("v", "other")),
-    # Of another communicator. The first meeting is of those who know the name of the memory that rank 0 has made.
+    # Of another communicator. At the first meeting rank 0 has made the memory that all will share.
+    "in a build, rank 0 first": Step("build", "all_gather", scene="build", victim=0),
     "in a build, first meeting": Step("build", "all_gather", scene="build"),
     "in a build, second meeting": Step("build", "all_gather", 2, scene="build"),
     "in a build, fourth meeting": Step("build", "all_gather", 4, scene="build"),
@@ -149,6 +152,10 @@ GRAPH_STEPS = {
 }
 ALL_FAULTS = {**FAULTS, **DEVICE_FAULTS}
 ALL_STEPS = {**STEPS, **GRAPH_STEPS}
+
+
+def victim_of(case: Case) -> int:
+    return ALL_STEPS[case.step].victim % case.world_size
 
 
 def chosen(
@@ -291,16 +298,17 @@ def computes(device: str) -> bool:
 def join(rank: int, case: Case, store_at: str) -> None:
     """Makes this process a rank of the case, on its device; ranks may share one, so the process group is Gloo's."""
     ranks._die_with_parent()
+    faulthandler.dump_traceback_later(DEADLINE_S - 5.0)  # where it hangs, if it does
     if case.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     ranks.join_world(rank, case.world_size, store_at, "cpu")
 
 
 def live(rank: int, case: Case, store_at: str, answers: Connection) -> None:
-    """One rank of a case; the last is the victim."""
+    """One rank of a case."""
     join(rank, case, store_at)
     timeout_s = TIMEOUT_S[case.device]
-    others = list(range(case.world_size - 1))
+    others = [other for other in range(case.world_size) if other != victim_of(case)]
     rest = dist.new_group(others)
     right = computes(case.device)  # what it takes long to load is loaded before anybody is timed
     ranks.meet(dist.group.WORLD)
@@ -348,7 +356,7 @@ def forkserver() -> Any:
     return context
 
 
-def run(case: Case, target: Callable[..., None] = live) -> tuple[list[Told | None], list[int | None]]:
+def run(case: Case, victim: int, target: Callable[..., None] = live) -> tuple[list[Told | None], list[int | None]]:
     """What each rank, a process of ``target``, told, None if it ended without, and the exit statuses. Ends every
     process that it started.
     """
@@ -365,12 +373,13 @@ def run(case: Case, target: Callable[..., None] = live) -> tuple[list[Told | Non
                 theirs.close()
                 processes.append(process)
                 answers.append(ours)
-            told = [received(rank, answer, deadline) for rank, answer in enumerate(answers[:-1])]
-            if case.fault == "stopped, goes on":
-                os.kill(processes[-1].pid, signal.SIGCONT)
-            elif case.fault == "stopped":
-                processes[-1].kill()
-            told.append(received(case.world_size - 1, answers[-1], deadline))
+            told: dict[int, Told | None] = {}
+            for rank in sorted(range(case.world_size), key=lambda rank: rank == victim):  # the victim at last
+                if rank == victim and case.fault == "stopped, goes on":
+                    os.kill(processes[rank].pid, signal.SIGCONT)
+                elif rank == victim and case.fault == "stopped":
+                    processes[rank].kill()
+                told[rank] = received(rank, answers[rank], deadline)
             for process in processes:
                 process.join(10.0)
             codes = [process.exitcode for process in processes]
@@ -378,7 +387,7 @@ def run(case: Case, target: Callable[..., None] = live) -> tuple[list[Told | Non
             for process in processes:
                 process.kill()
                 process.join(10.0)
-    return told, codes
+    return [told[rank] for rank in range(case.world_size)], codes
 
 
 def received(rank: int, answer: Connection, deadline: float) -> Told | None:
@@ -394,10 +403,12 @@ def received(rank: int, answer: Connection, deadline: float) -> Told | None:
 def check(case: Case) -> None:
     """Runs a case and judges it."""
     before = ranks.shared_memory()
-    told, codes = run(case)
+    victim, timeout_s = victim_of(case), TIMEOUT_S[case.device]
+    told, codes = run(case, victim)
     note(case, told)
-    timeout_s, victim = TIMEOUT_S[case.device], case.world_size - 1
-    for rank in range(victim):
+    for rank in range(case.world_size):
+        if rank == victim:
+            continue
         survivor = told[rank]
         assert survivor is not None, f"rank {rank} ended without an answer, with status {codes[rank]}"
         assert survivor.error in ("PeerTimeoutError", "PeerAbortError"), survivor
@@ -420,7 +431,7 @@ def check(case: Case) -> None:
         assert lost is not None and lost.error in ("PeerAbortError", "PeerTimeoutError"), lost
     else:
         assert lost is not None and lost.error != "nothing", lost
-    assert codes[:-1] == [0] * victim
+    assert [code for rank, code in enumerate(codes) if rank != victim] == [0] * (case.world_size - 1)
     assert codes[victim] == (-signal.SIGKILL if case.fault in ("killed", "stopped") else 0)
     assert ranks.shared_memory_left_since(before) == []
 

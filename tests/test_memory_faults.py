@@ -114,7 +114,7 @@ def live(rank: int, case: Case, store_at: str, answers: Connection) -> None:
 
 def check(case: Case) -> None:
     before = ranks.shared_memory()
-    told, codes = run(case, live)
+    told, codes = run(case, case.world_size - 1, live)
     note(case, told)
     for rank, one in enumerate(told):
         assert one is not None, f"rank {rank} ended without an answer, with status {codes[rank]}"

@@ -122,6 +122,7 @@ def _one_sided(
     board.register_self()
     channel.all_gather(b"")
     board.watch_peers()
+    channel.watch(board)
     engine = OneSidedEngine(backend, channel, device, mapping, max_targets, pipelined)
     try:
         channel.vote(f"starting {backend}", lambda: engine.start(board, timeout_s))

@@ -51,7 +51,10 @@ def bounded(call: Callable[[], _Result], timeout_s: float) -> _Result:
         if not thread.is_alive():
             break
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # whose traceback holds this frame
     if not outcome:
         raise TimeoutError(f"no answer within {timeout_s} s")
     return outcome[0]
