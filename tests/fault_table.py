@@ -24,6 +24,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
+import ulysses_op
 from ulysses_op import Communicator, UlyssesError
 from ulysses_op.rendezvous import Channel
 from ulysses_op.torch_compat import Shaped
@@ -149,6 +150,7 @@ GRAPH_STEPS = {
     "in a capture": Step("engine", "submit", 2, scene="capture"),
     "instead of a replay": Step(scene="instead of a replay"),
     "in a replay": Step(scene="in a replay"),
+    "instead of a replay by Inductor": Step(scene="instead of a replay by Inductor"),
 }
 ALL_FAULTS = {**FAULTS, **DEVICE_FAULTS}
 ALL_STEPS = {**STEPS, **GRAPH_STEPS}
@@ -238,6 +240,27 @@ class Captured:
         return all(torch.equal(kept, self._wanted) for kept in self._kept)
 
 
+class Compiled:
+    """The same by compiled code, whose next call tells of what has failed."""
+
+    def __init__(self, comm: Communicator, pauses: bool) -> None:
+        self._x, self._wanted = inputs(comm, 3, "cuda")
+        self._call = ulysses_op.compile(lambda x: comm.scatter_heads(x) + 0, mode="reduce-overhead", fullgraph=True)
+        for _ in range(3):  # compiled, captured, replayed
+            self.replay()
+
+    def replay(self) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            self._result = self._call(self._x)
+
+    def right(self) -> bool:
+        torch.cuda.synchronize()
+        found = self._result.clone()
+        self.replay()
+        return torch.equal(found, self._wanted)
+
+
 def play(comm: Communicator, case: Case, fault: Callable[[], None] | None) -> Callable[[], bool]:
     """Brings the ranks up to the fault. The rest, from the fault on, is what is returned: whether results are right."""
     step = ALL_STEPS[case.step]
@@ -259,16 +282,17 @@ def play(comm: Communicator, case: Case, fault: Callable[[], None] | None) -> Ca
         captured.replay()
         return captured.right()
 
-    if step.scene != "instead of a replay" and step.scene != "in a replay":
+    if "replay" not in step.scene:
         return {"groups": groups, "build": build, "capture": capture}[step.scene]
-    captured = Captured(comm, bool(fault) and step.scene == "in a replay")
+    kind: type[Captured | Compiled] = Compiled if "Inductor" in step.scene else Captured
+    captured = kind(comm, bool(fault) and step.scene == "in a replay")
     captured.replay()
     assert captured.right()
 
     def replays() -> bool:
         right = True
         for number in range(2):
-            if fault and number == 0 and step.scene == "instead of a replay":
+            if fault and number == 0 and step.scene.startswith("instead of a replay"):
                 fault()
             captured.replay()
             if fault and number == 0 and step.scene == "in a replay":
