@@ -112,7 +112,7 @@ struct CudaTransport::PadImage {
 size_t CudaTransport::pad_bytes(int world_size) { return (2 * static_cast<size_t>(world_size) + 2) * sizeof(uint64_t); }
 
 CudaTransport::CudaTransport(uintptr_t context, std::shared_ptr<Board> board, std::vector<uintptr_t> pads,
-                             double timeout_s, bool skip_ready, bool skip_done)
+                             double timeout_s, bool skip_ready, bool skip_done, bool low_priority)
     : context_(reinterpret_cast<CUcontext>(context)),
       board_(std::move(board)),
       pads_(pads.begin(), pads.end()),
@@ -125,8 +125,8 @@ CudaTransport::CudaTransport(uintptr_t context, std::shared_ptr<Board> board, st
   int least = 0;
   int greatest = 0;
   ULYSSES_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);
-  copy_stream_ = create_stream(greatest);
-  own_stream_ = create_stream(greatest);
+  copy_stream_ = create_stream(low_priority ? least : greatest);
+  own_stream_ = create_stream(low_priority ? least : greatest);
   watch_stream_ = create_stream(greatest);
   input_ready_ = create_event();
   captured_input_ready_ = create_event();

@@ -44,9 +44,9 @@ class CudaTransport {
 
   // `context` is the one to work in (cuda_current_context()). `pads` holds every rank's pad as mapped here, all of them
   // zero before any rank constructs its transport. skip_ready and skip_done leave a handshake out: only for tests that
-  // show what it protects.
+  // show what it protects. low_priority gives its streams the callers' priority: only to measure what theirs is worth.
   CudaTransport(uintptr_t context, std::shared_ptr<Board> board, std::vector<uintptr_t> pads, double timeout_s,
-                bool skip_ready, bool skip_done);
+                bool skip_ready, bool skip_done, bool low_priority);
   ~CudaTransport();
   CudaTransport(const CudaTransport&) = delete;
   CudaTransport& operator=(const CudaTransport&) = delete;

@@ -92,7 +92,14 @@ class CudaTransport:
     copy_stream: int
     own_stream: int
     def __init__(
-        self, context: int, board: Board, pads: Sequence[int], timeout_s: float, skip_ready: bool, skip_done: bool
+        self,
+        context: int,
+        board: Board,
+        pads: Sequence[int],
+        timeout_s: float,
+        skip_ready: bool,
+        skip_done: bool,
+        low_priority: bool,
     ) -> None: ...
     @staticmethod
     def pad_bytes(world_size: int) -> int: ...

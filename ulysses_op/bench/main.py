@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from ..launch import LaunchError, add_arguments, place, positive_seconds, run
+from .ablation import ablation_table, print_ablation_table
 from .arguments import add_shape_arguments, chosen_dtype, chosen_shapes, command_line, number_from, unfit
 from .block import ATTENTIONS, block_table, print_block_table
+from .contention import contention_table, print_contention_table
 from .diffusers import MODELS, diffusers_table, print_diffusers_table
 from .exchange import exchange_tables, print_exchange_table
 from .host import host_table, print_host_table
@@ -31,11 +33,13 @@ levels:
   block      fused projection, norm + RoPE, exchange, attention, exchange back, output projection; V first by hand
   compiled   the same written plainly, as one compiled graph
   diffusers  a transformer of diffusers at its real size, against diffusers' own context parallelism (GPUs only)
+  ablation   the block by hand with one of its ingredients taken away, one after the other
+  contention what each transfer adds to a product, a norm + RoPE and an attention beside it
   host       what a group costs the host, eager and through the ops of compiled code
 
 exit status: 0 what was measured was right; 1 an output was wrong or a contender failed; 2 nothing could be measured"""
 
-LEVELS = ("exchange", "block", "compiled", "diffusers", "host")
+LEVELS = ("exchange", "block", "compiled", "ablation", "contention", "diffusers", "host")
 _DEFAULT_SHAPES: dict[str, list[Shape]] = {
     "cuda": [(1, 9472, 28, 128), (1, 9472, 56, 128), (1, 3120, 40, 128), (1, 16380, 40, 128)],
     "cpu": [(1, 512, 8, 64), (1, 8192, 8, 64), (1, 32768, 8, 64)],  # 1, 16, 64 MiB a tensor in float32
@@ -137,6 +141,8 @@ def _tables(
         "exchange": lambda shape: exchange_tables(shape, dtype, effort, ranks),
         "block": lambda shape: [block_table(shape, dtype, options.attention, effort, ranks)],
         "compiled": lambda shape: [compiled_table(shape, dtype, options.attention, effort, ranks)],
+        "ablation": lambda shape: [ablation_table(shape, dtype, options.attention, effort, ranks)],
+        "contention": lambda shape: [contention_table(shape, dtype, effort, ranks)],
         "host": lambda shape: [host_table(shape, dtype, effort, ranks)],
     }
     shapes = chosen_shapes(options, ranks.world_size, _DEFAULT_SHAPES[device.type], left_out)
@@ -150,7 +156,7 @@ def _tables(
                 yield diffusers_table(name, options.layers, effort, ranks)
                 torch.cuda.empty_cache()
         for shape in shapes if level != "diffusers" else ():
-            lack = unfit(shape, ranks.world_size, for_block=level in ("block", "compiled"))
+            lack = unfit(shape, ranks.world_size, for_block=level in ("block", "compiled", "ablation", "contention"))
             if lack:
                 left_out.append(f"{level} {shape}: {lack}")
             elif ranks.over_budget():
@@ -167,6 +173,8 @@ def _print(table: dict[str, Any]) -> None:
     printers = {
         "attention block": print_block_table,
         "compiled block": print_compiled_table,
+        "ablation": print_ablation_table,
+        "contention": print_contention_table,
         "diffusers": print_diffusers_table,
         "host": print_host_table,
     }
