@@ -112,21 +112,22 @@ struct CudaTransport::PadImage {
 size_t CudaTransport::pad_bytes(int world_size) { return (2 * static_cast<size_t>(world_size) + 2) * sizeof(uint64_t); }
 
 CudaTransport::CudaTransport(uintptr_t context, std::shared_ptr<Board> board, std::vector<uintptr_t> pads,
-                             double timeout_s, bool skip_ready, bool skip_done, bool low_priority)
+                             double timeout_s, bool skip_ready, bool skip_done, Tuning tuning)
     : context_(reinterpret_cast<CUcontext>(context)),
       board_(std::move(board)),
       pads_(pads.begin(), pads.end()),
       timeout_s_(timeout_s),
       skip_ready_(skip_ready),
-      skip_done_(skip_done) {
+      skip_done_(skip_done),
+      tuning_(tuning) {
   if (pads_.size() != static_cast<size_t>(board_->world_size()))
     throw std::invalid_argument("one pad a rank is needed");
   CudaContextGuard guard(context_);
   int least = 0;
   int greatest = 0;
   ULYSSES_CUDA(cuCtxGetStreamPriorityRange, &least, &greatest);
-  copy_stream_ = create_stream(low_priority ? least : greatest);
-  own_stream_ = create_stream(low_priority ? least : greatest);
+  copy_stream_ = create_stream(tuning_.low_priority ? least : greatest);
+  own_stream_ = create_stream(tuning_.low_priority ? least : greatest);
   watch_stream_ = create_stream(greatest);
   input_ready_ = create_event();
   captured_input_ready_ = create_event();
@@ -167,7 +168,7 @@ void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<ui
   for (uintptr_t reader : readers) join({copy_stream_, own_stream_}, stream_of(reader), event);
   join({copy_stream_, own_stream_}, stream_of(stream), event);
   joined_ = stream;
-  held_back_.reset();  // of a group that was given up
+  held_back_.clear();  // of a group that was given up
   if (!skip_ready_) handshake(Signal::kReady, ready);
 }
 
@@ -179,20 +180,23 @@ void CudaTransport::put(std::shared_ptr<const Route> route, uintptr_t source, ui
   joined_.reset();
   for (const PitchedCopy& copy : route->plan.copies)
     copy_slice(copy, source, route->targets[static_cast<size_t>(copy.peer)], copy_stream_);
-  queue_own_slice();
-  if (own_target != 0) held_back_ = OwnSlice{std::move(route), source, own_target};
+  held_back_.push_back({std::move(route), source, own_target});
+  queue_own_slices(tuning_.own_slices_late);
 }
 
-void CudaTransport::queue_own_slice() {
-  if (!held_back_) return;
-  for (const PitchedCopy& copy : held_back_->route->plan.own)
-    copy_slice(copy, held_back_->source, held_back_->target, own_stream_);
-  held_back_.reset();
+void CudaTransport::queue_own_slices(size_t but_for) {
+  while (held_back_.size() > but_for) {
+    const OwnSlice& own = held_back_.front();
+    if (own.target != 0) {
+      for (const PitchedCopy& copy : own.route->plan.own) copy_slice(copy, own.source, own.target, own_stream_);
+    }
+    held_back_.pop_front();
+  }
 }
 
 uint64_t CudaTransport::end(uint64_t done, bool capturing) {
   CudaContextGuard guard(context_);
-  queue_own_slice();
+  queue_own_slices(0);
   if (!skip_done_) handshake(Signal::kDone, done);
   const uint64_t number = ++groups_;
   const Ends ends = capturing ? captured_ends_[number % kMaxUnwaited] : Ends{take_event(), take_event()};

@@ -39,14 +39,22 @@ namespace ulysses {
 // void.
 class CudaTransport {
  public:
+  // What is as measuring found it best; other values are there for measuring it again.
+  struct Tuning {
+    bool low_priority = false;  // streams that have the callers' priority
+    // Own slices are copied by multiprocessors, each so many submissions late: beside a later copy to the peers,
+    // instead of what the caller computes until then.
+    size_t own_slices_late = 1;
+  };
+
   // Words of 8 bytes on a pad: 2 x world_size slots, then these.
   static size_t pad_bytes(int world_size);
 
   // `context` is the one to work in (cuda_current_context()). `pads` holds every rank's pad as mapped here, all of them
   // zero before any rank constructs its transport. skip_ready and skip_done leave a handshake out: only for tests that
-  // show what it protects. low_priority gives its streams the callers' priority: only to measure what theirs is worth.
+  // show what it protects.
   CudaTransport(uintptr_t context, std::shared_ptr<Board> board, std::vector<uintptr_t> pads, double timeout_s,
-                bool skip_ready, bool skip_done, bool low_priority);
+                bool skip_ready, bool skip_done, Tuning tuning);
   ~CudaTransport();
   CudaTransport(const CudaTransport&) = delete;
   CudaTransport& operator=(const CudaTransport&) = delete;
@@ -61,8 +69,8 @@ class CudaTransport {
   // `capturing` says that `stream` is being captured; a group begins and ends in one capture.
   // `readers` are further streams on which earlier results may still be read.
   void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing);
-  // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream, when the next put or
-  // the end comes: the source stays until then.
+  // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream, at one of the next
+  // puts or the end: the source stays until then.
   void put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream,
            bool capturing);
   // The number of the group that ends. Later groups may begin before it is waited for, kMaxUnwaited at most.
@@ -98,7 +106,7 @@ class CudaTransport {
     uintptr_t target;
   };
 
-  void queue_own_slice();  // the one that is held back, if any
+  void queue_own_slices(size_t but_for);  // those that are held back, but for the last ones
   // Makes the waiters stand behind what is on `stream` now.
   void join(std::initializer_list<CUstream> waiters, CUstream stream, CUevent event);
   void handshake(Signal signal, uint64_t value);
@@ -123,14 +131,13 @@ class CudaTransport {
   double timeout_s_;
   bool skip_ready_;
   bool skip_done_;
+  Tuning tuning_;
   CUstream copy_stream_ = nullptr;
   CUstream own_stream_ = nullptr;
   CUstream watch_stream_ = nullptr;
   CUevent input_ready_ = nullptr;    // re-recorded by every join; a wait keeps what it saw
   std::optional<uintptr_t> joined_;  // the stream that a begin has joined, for the put right behind it
-  // Own slices are copied by multiprocessors, each one submission late: beside the next copy to the peers, instead of
-  // what the caller computes until then.
-  std::optional<OwnSlice> held_back_;
+  std::deque<OwnSlice> held_back_;
   // Captured events cannot be queried or waited for outside, so they are apart.
   CUevent captured_input_ready_ = nullptr;
   std::array<Ends, kMaxUnwaited> captured_ends_{};  // by group number; a wait keeps what it saw

@@ -100,6 +100,7 @@ class CudaTransport:
         skip_ready: bool,
         skip_done: bool,
         low_priority: bool,
+        own_slices_late: int,
     ) -> None: ...
     @staticmethod
     def pad_bytes(world_size: int) -> int: ...

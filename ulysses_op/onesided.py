@@ -23,8 +23,8 @@ from .torch_compat import current_stream_handle
 _test_skip: frozenset[str] = frozenset()
 """Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
 
-_low_priority = False
-"""Whether streams of communicators built from now on have the callers' priority: to measure what theirs is worth."""
+_tuning = (False, 1)
+"""Of CUDA communicators built from now on, low_priority and own_slices_late of csrc/cuda_transport.h: for measuring."""
 
 POISON_VARIABLE = "ULYSSES_OP_POISON_TARGETS"
 """Set in the environment: targets are filled with NaN (all bits) before peers may write them, so that what they do not
@@ -83,7 +83,7 @@ class OneSidedEngine:
             return
         self._channel.watch(board)
         context = cuda_context(self._device)
-        settings = (timeout_s, skip_ready, skip_done, _low_priority)
+        settings = (timeout_s, skip_ready, skip_done, *_tuning)
         self._transport = _C.CudaTransport(context, board, self._pads.addresses, *settings)
         self._copy_stream = torch.cuda.ExternalStream(self._transport.copy_stream, self._device)
         self._own_stream = torch.cuda.ExternalStream(self._transport.own_stream, self._device)

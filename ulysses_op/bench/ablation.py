@@ -96,21 +96,26 @@ def _variants(
     yield "targets not kept", (_without_cache(few), gather)
     if not ranks.on_cuda:
         return
-    with _low_priority():
-        low = Communicator(backend=communicator.backend, timeout_s=TIMEOUT_S)
-        stack.enter_context(low.build(ranks.device))
-    yield "streams of no priority", by_group(low, lent=True)
+    for name, tuning in {
+        "streams of no priority": (True, 1),
+        "own slices at once": (False, 0),
+        "own slices at the end": (False, 3),
+    }.items():
+        with _tuned(tuning):
+            tuned = Communicator(backend=communicator.backend, timeout_s=TIMEOUT_S)
+            stack.enter_context(tuned.build(ranks.device))
+        yield name, by_group(tuned, lent=True)
     for backend, other in communicators(stack, ranks, ["cuda_ipc"]).items():
         yield f"mapped by {backend}", by_group(other, lent=True)
 
 
 @contextmanager
-def _low_priority() -> Iterator[None]:
-    before, onesided._low_priority = onesided._low_priority, True
+def _tuned(tuning: tuple[bool, int]) -> Iterator[None]:
+    before, onesided._tuning = onesided._tuning, tuning
     try:
         yield
     finally:
-        onesided._low_priority = before
+        onesided._tuning = before
 
 
 def _v_last(communicator: Communicator, fused: torch.Tensor, q: Thunk, k: Thunk) -> tuple[torch.Tensor, ...]:
