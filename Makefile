@@ -5,6 +5,7 @@
 #   make zoo      the tests of whole models under torch.compile, which take six minutes by themselves
 #   make build    compile and install for editing  make wheel   build dist/*.whl
 #   make model    check the protocol with spin     make clean   remove what was built (distclean: .venv too)
+#   make sanitize [SANITIZE_ARGS=...]   soak and tests with the extension compiled by sanitizers, a quarter of an hour
 #   make test-torch VERSION=2.14.1      run the tests that lean on torch's internals with another torch
 #   make test-diffusers VERSION=0.38.0  run the tests of diffusers' models with another diffusers
 
@@ -20,11 +21,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 ZOO := tests/test_zoo.py tests/test_diffusers_compiled.py
 DIFFUSERS_TESTS := tests/test_diffusers.py tests/test_diffusers_compiled.py
-CXX_TESTS := $(wildcard tests/core/*.cpp)
+CXX_TESTS := $(wildcard tests/core/*.cpp tests/core/*.h)
 COMPILE_TESTS := $(addprefix tests/test_,ops.py grouping.py grouping_graph.py projections.py lending.py \
     double_backward.py events.py compile_cache.py compile_lengths.py compositions.py zoo.py training.py examples_h3.py)
 
-.PHONY: demo test zoo test-torch test-diffusers build lint format model wheel clean distclean
+.PHONY: demo test zoo test-torch test-diffusers build lint format model sanitize wheel clean distclean
 
 demo: build
 	$(BIN)/python -m ulysses_op demo
@@ -64,6 +65,9 @@ format: $(VENV)/.stamp-lint
 
 model:
 	bash tests/model/run.sh
+
+sanitize: build
+	$(BIN)/python tests/core/sanitize.py $(SANITIZE_ARGS)
 
 # In build isolation, as a user's pip does it. A left-over build/ would put removed files into the wheel.
 wheel: | $(BIN)/python

@@ -251,8 +251,7 @@ def test_killed_peer(backend: str) -> None:
 def test_groups_in_a_row(pool: ranks.RankPool, world_size: int, backend: str) -> None:
     deadline_s = test_skew.deadline_s(SKEW_GROUPS)
     answers = pool.run(test_skew.run_skew, MEMBERS[world_size], backend, "cuda", SKEW_GROUPS, timeout_s=deadline_s)
-    right = {"wrong": 0, "groups": SKEW_GROUPS, "backend": backend, "error": None}
-    assert [answer for answer in answers if answer is not None] == [right] * world_size
+    test_skew.all_right(answers, MEMBERS[world_size], backend, SKEW_GROUPS)
 
 
 @pytest.mark.parametrize("backend", ONE_SIDED)

@@ -1,10 +1,12 @@
-"""Groups in a row under random delays, every element of every output checked; and that loop without one handshake."""
+"""Groups in a row under random delays, every element of every output checked, and what processes hold before and after;
+that loop without one handshake, and with something that it keeps."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +16,18 @@ import pytest
 import ranks
 import torch
 from cases import Case, even
+from footprint import Footprint
 from test_exchange import MEMBERS
+
+from ulysses_op import _C
+from ulysses_op.mapping import segment_name
 
 # The number of groups at two ranks; three and four ranks run three tenths of it each.
 GROUPS = int(os.environ.get("ULYSSES_OP_TEST_GROUPS", "5000"))
 CONTROL_GROUPS = 1000
+WARM_UP_GROUPS = (
+    500  # before what processes hold is measured; half of the groups, where there are fewer than twice these
+)
 LONGEST_DELAY_S = 0.0005
 TAGS = ("q", "k", "v")
 SUBMIT_ORDER = ("v", "q", "k")
@@ -65,8 +74,11 @@ def run_skew(
     groups: int,
     skip: tuple[str, ...] = (),
     timeout_s: float = 30.0,
+    leak: str = "",
 ) -> dict[str, Any] | None:
-    """`groups` groups of q, k, v on a new communicator without the handshakes in `skip`: how many wrong elements."""
+    """`groups` groups of q, k, v on a new communicator without the handshakes in `skip`: how many wrong elements, and
+    what has grown behind the warm-up. Each group keeps a `leak`.
+    """
     if rank not in members:
         return None
     from ulysses_op import UlyssesError, onesided
@@ -85,9 +97,16 @@ def run_skew(
     rng = random.Random(f"{rank} {world_size} {skip}")
     delay = delays(rng, device)
     check = _CheckOnDevice(device) if device == "cuda" else _CheckOnHost()
+    warm_up = min(WARM_UP_GROUPS, groups // 2)
+    footprint = None
+    kept: list[Any] = []
     done, error = 0, None
     try:
         for step in range(groups):
+            if step == warm_up:
+                footprint = Footprint(ranks.device_of(device))
+            if leak:
+                kept.append(LEAKS[leak]())
             with check.stream(rng):
                 delay()
                 with comm.group(*TAGS) as group:
@@ -107,8 +126,52 @@ def run_skew(
             raise
         error = repr(raised)
     wrong = check.wrong()
+    grown = [] if footprint is None else footprint.grown()
     comm.close()
-    return {"wrong": wrong, "groups": done, "backend": built, "error": error}
+    for one in kept:
+        release(one)
+    return {"wrong": wrong, "groups": done, "backend": built, "error": error, "grown": grown, "held": str(footprint)}
+
+
+def all_right(answers: list[dict[str, Any] | None], members: tuple[int, ...], backend: str, groups: int) -> None:
+    """Assert that the ranks `members`, and no others, have run :func:`run_skew` and nothing was wrong. Tells what they
+    held.
+    """
+    assert [rank for rank, answer in enumerate(answers) if answer is not None] == list(members)
+    right = {"wrong": 0, "groups": groups, "backend": backend, "error": None, "grown": []}
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            print(f"{backend}, {len(members)} ranks, {groups} groups, rank {rank}: {answer['held']}")
+            assert {**answer, "held": ""} == {**right, "held": ""}, answers
+
+
+def _sleeping_thread() -> threading.Event:
+    end = threading.Event()
+    threading.Thread(target=end.wait, daemon=True).start()
+    return end
+
+
+def _unlinked_segment() -> Any:
+    name = segment_name()
+    segment = _C.SharedSegment.create(name, 4096)
+    _C.SharedSegment.unlink(name)
+    return segment
+
+
+LEAKS: dict[str, Callable[[], Any]] = {
+    "resident MiB": lambda: bytearray(b"x" * (16 << 10)),
+    "open descriptors": lambda: os.open("/dev/null", os.O_RDONLY),
+    "threads": _sleeping_thread,
+    "mapped segments": _unlinked_segment,
+}
+"""What a group may keep, by what it then is that grows."""
+
+
+def release(kept: Any) -> None:
+    if isinstance(kept, int):
+        os.close(kept)
+    elif isinstance(kept, threading.Event):
+        kept.set()
 
 
 class _CheckOnHost:
@@ -156,14 +219,18 @@ def deadline_s(groups: int) -> float:
 def test_groups_in_a_row(pool: ranks.RankPool, world_size: int, groups: int) -> None:
     members = MEMBERS[world_size]
     answers = pool.run(run_skew, members, "shm", "cpu", groups, timeout_s=deadline_s(groups))
-    right = {"wrong": 0, "groups": groups, "backend": "shm", "error": None}
-    assert answers == [right if rank in members else None for rank in range(pool.world_size)]
+    all_right(answers, members, "shm", groups)
 
 
 def test_groups_in_a_row_on_c10d(pool: ranks.RankPool) -> None:
-    answers = pool.run(run_skew, MEMBERS[3], "c10d", "cpu", 300)
-    right = {"wrong": 0, "groups": 300, "backend": "c10d", "error": None}
-    assert answers == [right, right, right, None]
+    all_right(pool.run(run_skew, MEMBERS[3], "c10d", "cpu", 300), MEMBERS[3], "c10d", 300)
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_growth_is_found(pool: ranks.RankPool, leak: str) -> None:
+    answers = pool.run(run_skew, MEMBERS[2], "shm", "cpu", CONTROL_GROUPS, (), 30.0, leak)
+    for answer in answers:
+        assert answer is None or any(line.startswith(f"{leak} grew") for line in answer["grown"]), answers
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

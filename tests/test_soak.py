@@ -53,6 +53,7 @@ def test_everything_holds(pool: ranks.RankPool, world_size: int, backend: str, s
     for report in reports:
         assert (report["status"], report["problem"], report["backend"]) == (0, "", backend), reports
         assert report["steps"] >= STEPS_A_ROUND and report["elements"] > 10_000 and report["received_bytes"] > 10_000
+        assert report["transfers"] > report["layouts"] > STEPS_A_ROUND / 2
 
 
 # What it must find.
@@ -298,8 +299,8 @@ def test_the_command() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     pattern = (
-        r"everything held on 2 ranks \(c10d\): 40 steps, \d+ elements checked, \d+ bytes received; "
-        r"again: python -m ulysses_op soak --ranks 2 --seed 11 --steps 40"
+        r"everything held on 2 ranks \(c10d\): 40 steps, \d+ transfers of \d+ layouts, \d+ elements checked, "
+        r"\d+ bytes received; again: python -m ulysses_op soak --ranks 2 --seed 11 --steps 40"
     )
     assert re.fullmatch(pattern, last), last
 

@@ -8,6 +8,7 @@ import itertools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -66,11 +67,16 @@ def open_channel(group: dist.ProcessGroup, prefix: str, timeout_s: float) -> Cha
         store = bounded(lambda: group_store(group), timeout_s + _STORE_GRACE_S)
     except (RuntimeError, TimeoutError) as error:
         raise BrokenCommunicatorError(f"rank {group.rank()}: {_unreachable(error)}") from error
-    return Channel(store, prefix, group.rank(), group.size(), timeout_s)
+    return Channel(group, store, prefix, timeout_s)
 
 
 def _unreachable(error: Exception) -> str:
     return f"the store of the process group cannot be reached: {str(error).splitlines()[0]}"
+
+
+_left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
+"""Keys that this rank has set in channels which are gone. Others may read them until all meet in the group's next one.
+"""
 
 
 def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float) -> list[bytes]:
@@ -108,18 +114,23 @@ def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float)
 
 
 class Channel:
-    """All-gathers of byte strings through the group's store. Every rank makes the same calls in the same order.
+    """All-gathers of byte strings through the group's store, in which nothing adds up. Every rank makes the same calls
+    in the same order.
 
     ``prefix`` is equal on these ranks, and nobody else's.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, prefix: str, timeout_s: float) -> None:
         self.prefix = prefix
-        self.rank = rank
-        self.world_size = world_size
-        self._store = dist.PrefixStore(f"ulysses_op/{prefix}", store)
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._store = dist.PrefixStore("ulysses_op", store)
         self._timeout_s = timeout_s
         self._round = 0
+        left = _left.setdefault(group, [])
+        self._set_before = left.copy()  # keys of this rank that nobody reads once all ranks are in the next round
+        left.clear()
+        weakref.finalize(self, left.extend, self._set_before).atexit = False
         self._board: _C.Board | None = None
         self._idle: Callable[[], bool] | None = None
 
@@ -154,7 +165,9 @@ class Channel:
             ) from error
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
-        keys = [f"{self._round}/{peer}" for peer in range(self.world_size)]
+        keys = [f"{self.prefix}/{self._round}/{peer}" for peer in range(self.world_size)]
+        earlier = len(self._set_before)
+        self._set_before.append(keys[self.rank])
         self._store.set(keys[self.rank], b"\0" + payload)  # type: ignore[arg-type]
         start = time.monotonic()
         for attempt in itertools.count():
@@ -166,9 +179,10 @@ class Channel:
                 self._give_up_if_hopeless(keys, signalling, waited_s)
             time.sleep(min(0.01, waited_s / 8 + 0.0001))
         payloads = [bytes(self._store.get(key))[1:] for key in keys]
-        # A rank is in this round only once it has read the one before, and all ranks are in this one.
-        if self._round > 1:
-            self._store.delete_key(f"{self._round - 1}/{self.rank}")
+        # A rank is in this round only once it has read those before, and all ranks are in this one.
+        for key in self._set_before[:earlier]:
+            self._store.delete_key(key)
+        del self._set_before[:earlier]
         return payloads
 
     def compare(self, digest: int, what: str, backend: str) -> None:

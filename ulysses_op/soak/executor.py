@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from .transfers import Transfer, back
 from .values import compare, expected, expected_gradient, make_cotangent, make_input
 
 MAX_TARGETS = 8  # fewer than there are tags, so that targets are evicted
+LAYOUTS_COUNTED = 100_000  # at most, so that counting takes no memory to speak of
 _KEPT_RESULTS = 4
 _KEPT_NUMEL = 1 << 14
 _CYCLES_A_MICROSECOND = 1700  # of a GPU, about
@@ -55,6 +56,7 @@ class Executor:
         oracle_seed: int | None = None,
     ) -> None:
         self.checked_elements = 0
+        self.checked_transfers = 0
         self.received_bytes = 0
         self._process_group = group
         self._device = device
@@ -65,6 +67,7 @@ class Executor:
         self._submitted: list[_Submitted] = []
         self._unwaited = False
         self._kept: deque[tuple[torch.Tensor, torch.Tensor, str]] = deque()
+        self._layouts: set[int] = set()  # hashes
         self._step: Step | None = None
         self._point = 0
         self._open()
@@ -184,6 +187,7 @@ class Executor:
         wanted = self._wanted_inputs(one)[rank].detach()
         compare(again, wanted, f"what came back of {transfer.tag}")
         self._count(back(transfer), again)
+        self._count_transfer(back(transfer))
         if transfer.gradient:
             cotangent = make_input(transfer, f"{self._seed} {key} back", rank, self._device)
             (gradient,) = torch.autograd.grad(again, one.x, cotangent)
@@ -220,6 +224,13 @@ class Executor:
             communicator._break(error)
             with contextlib.suppress(Exception):
                 communicator.close()
+
+    @property
+    def checked_layouts(self) -> int:
+        """How many of the checked transfers differed in direction, type, shapes, plan or strides, up to
+        :data:`LAYOUTS_COUNTED`.
+        """
+        return len(self._layouts)
 
     @property
     def backend(self) -> str:
@@ -259,6 +270,7 @@ class Executor:
         wanted = expected(transfer, self._wanted_inputs(one), self._communicator.rank)
         compare(result, wanted, f"the result of {transfer.tag}")
         self._count(transfer, result)
+        self._count_transfer(transfer)
         if owned and result.numel() <= _KEPT_NUMEL:  # looked at once more when others have come after it
             self._kept.append((result.detach(), wanted, f"the result of {transfer.tag} of step {one.key}, kept,"))
             if len(self._kept) > _KEPT_RESULTS:
@@ -267,6 +279,12 @@ class Executor:
     def _count(self, transfer: Transfer, result: torch.Tensor, backward: bool = False) -> None:
         self.checked_elements += result.numel()
         self.received_bytes += transfer.received_bytes(self._communicator.rank, backward)
+
+    def _count_transfer(self, transfer: Transfer) -> None:
+        self.checked_transfers += 1
+        if len(self._layouts) < LAYOUTS_COUNTED:
+            layout = replace(transfer, tag="", pass_heads=True, pass_seq=True, gradient=False)
+            self._layouts.add(hash(layout))
 
     def _check_gradients(self, submitted: list[_Submitted], got: list[tuple[_Submitted, torch.Tensor]]) -> None:
         """Run the backward for those of ``got`` that require a gradient; all of ``submitted`` get one, then."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..bench.arguments import number_from
 from ..capability import BACKENDS
 from ..launch import LaunchError, add_arguments, place, positive_seconds, run
+from .executor import LAYOUTS_COUNTED
 from .run import Plan, soak_rank
 
 DESCRIPTION = """\
@@ -86,9 +87,11 @@ def soak(device: torch.device, plan: Plan) -> int:
     if rank == 0:
         verdict = {0: "everything held", 1: "FAILED", 2: "not run"}[report.status]
         whose = f"on {dist.get_world_size()} ranks" if report.status == 0 else "on rank 0"
+        or_more = " or more" if report.layouts == LAYOUTS_COUNTED else ""
         print(
             f"{verdict} {whose}{f' ({report.backend})' if report.backend else ''}: {report.steps} steps, "
-            f"{report.elements} elements checked, {report.received_bytes} bytes received; "
+            f"{report.transfers} transfers of {report.layouts}{or_more} layouts, {report.elements} elements checked, "
+            f"{report.received_bytes} bytes received; "
             f"again: python -m ulysses_op soak --ranks {dist.get_world_size()} --seed {plan.seed} --steps "
             f"{report.steps + (report.status == 1)}",
             flush=True,

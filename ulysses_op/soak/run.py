@@ -42,7 +42,8 @@ class Plan:
 @dataclass(frozen=True)
 class Report:
     """What came of a run on this rank; ``elements``, ``received_bytes`` and ``steps`` are those of all ranks' last
-    comparison. ``problem`` is empty where all went well.
+    comparison. ``transfers`` counts the exchanges whose results this rank has checked, ``layouts`` those that differed
+    in direction, type, shapes, plan or strides, up to LAYOUTS_COUNTED. ``problem`` is empty where all went well.
 
     status: 0 all held; 1 something was wrong or failed, here or on another rank; 2 nothing could be run.
     """
@@ -51,6 +52,8 @@ class Report:
     steps: int
     elements: int
     received_bytes: int
+    transfers: int = 0
+    layouts: int = 0
     backend: str = ""
     problem: str = ""
 
@@ -93,8 +96,10 @@ def soak_rank(
         kind = "stopped, since another rank did" if isinstance(error, BrokenCommunicatorError) else "failed"
         text = str(error) if isinstance(error, (WrongResult, Disagreement)) else f"{type(error).__name__}: {error}"
         executor.give_up(error)
-        return Report(1, number, executor.checked_elements, executor.received_bytes, problem=f"{where} {kind}: {text}")
-    return Report(0, number, rounds.elements, rounds.received_bytes, backend)
+        problem, sums = f"{where} {kind}: {text}", (executor.checked_elements, executor.received_bytes)
+        return Report(1, number, *sums, executor.checked_transfers, executor.checked_layouts, problem=problem)
+    sums = (rounds.elements, rounds.received_bytes)
+    return Report(0, number, *sums, executor.checked_transfers, executor.checked_layouts, backend)
 
 
 class _Rounds:
