@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 ZOO := tests/test_zoo.py tests/test_diffusers_compiled.py
 DIFFUSERS_TESTS := tests/test_diffusers.py tests/test_diffusers_compiled.py
-CXX_TESTS := $(wildcard tests/core/*.cpp tests/core/*.h)
+CXX_TESTS := $(wildcard tests/core/*.cpp tests/core/*.h benchmarks/*.cpp)
 COMPILE_TESTS := $(addprefix tests/test_,ops.py grouping.py grouping_graph.py projections.py lending.py \
     double_backward.py events.py compile_cache.py compile_lengths.py compositions.py zoo.py training.py examples_h3.py)
 

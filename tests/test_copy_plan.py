@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from layout_oracle import Array, gathered, scattered
 
 from ulysses_op import _C
 
+EXAMPLES = int(os.environ.get("ULYSSES_OP_TEST_LAYOUTS", "1500"))  # random worlds, in each direction
 POISON = 0xA5
 GUARD_BYTES = 16
 MAX_PITCH_BYTES = 2**31 - 1
@@ -162,8 +164,9 @@ def worlds(draw: st.DrawFn, direction: str) -> tuple[list[View], Heads, list[int
     return views, heads, seq_lens
 
 
+@pytest.mark.timeout(300 + EXAMPLES / 10)
 @pytest.mark.parametrize("direction", ["scatter_heads", "gather_heads"])
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())
 def test_random_worlds_match_the_oracle(direction: str, data: st.DataObject) -> None:
     play(direction, *data.draw(worlds(direction)))

@@ -68,6 +68,7 @@ class Exchanges(RuleBasedStateMachine):
     """
 
     disorder = True  # the ranks need a new process group
+    runs = calls = 0  # of the machine, and on the ranks
     checked = 0  # elements
 
     def __init__(self) -> None:
@@ -79,6 +80,7 @@ class Exchanges(RuleBasedStateMachine):
         self.number = 0
 
     def call(self, name: str, *arguments: Any) -> None:
+        Exchanges.calls += 1
         answers = ranks.pool(WORLD_SIZE).run(act, name, arguments, timeout_s=3 * TIMEOUT_S)
         problems = [problem for problem, _ in answers if problem]
         if problems:
@@ -92,6 +94,7 @@ class Exchanges(RuleBasedStateMachine):
 
     @initialize()
     def make(self) -> None:
+        Exchanges.runs += 1
         disorder, Exchanges.disorder = Exchanges.disorder, False
         self.call("make", disorder)
 
@@ -184,7 +187,7 @@ class Exchanges(RuleBasedStateMachine):
 
 
 def run(examples: int, **others: Any) -> None:
-    Exchanges.disorder, Exchanges.checked = True, 0
+    Exchanges.disorder, Exchanges.runs, Exchanges.calls, Exchanges.checked = True, 0, 0, 0
     run_state_machine_as_test(
         Exchanges,
         settings=settings(
@@ -198,9 +201,11 @@ def run(examples: int, **others: Any) -> None:
     )
 
 
+@pytest.mark.timeout(300 + EXAMPLES)
 def test_exchanges_call_by_call() -> None:
     run(EXAMPLES)
-    assert Exchanges.checked > 1000
+    print(f"{Exchanges.runs} runs of {Exchanges.calls} calls, {Exchanges.checked} elements right on a rank")
+    assert Exchanges.runs >= EXAMPLES and Exchanges.checked > 1000
 
 
 def test_a_flipped_byte_is_found() -> None:
