@@ -9,6 +9,7 @@ from collections.abc import Callable
 import oracle
 import pytest
 import ranks
+import test_cycles
 import test_exchange
 import test_gate
 import test_lifetime
@@ -213,6 +214,14 @@ def test_many_communicators(pool: ranks.RankPool, backend: str) -> None:
     problems = pool.run(test_lifetime.run_many, MEMBERS[2], backend, "cuda", "close", 40, timeout_s=120.0)
     wrong = [p for answer in problems for p in answer or () if not p.startswith(("fds", "threads"))]
     assert not wrong
+
+
+@pytest.mark.timeout(test_cycles.deadline_s(test_cycles.CYCLES) + 60.0)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_communicators_in_a_row(pool: ranks.RankPool, backend: str) -> None:
+    count, deadline_s = test_cycles.CYCLES, test_cycles.deadline_s(test_cycles.CYCLES)
+    answers = pool.run(test_cycles.run_cycles, MEMBERS[2], backend, "cuda", count, timeout_s=deadline_s)
+    test_cycles.nothing_grown(answers, backend, count)
 
 
 @pytest.mark.parametrize("backend", ONE_SIDED)
