@@ -5,7 +5,7 @@
 #   make zoo      the tests of whole models under torch.compile, which take six minutes by themselves
 #   make build    compile and install for editing  make wheel   build dist/*.whl
 #   make model    check the protocol with spin     make clean   remove what was built (distclean: .venv too)
-#   make sanitize [SANITIZE_ARGS=...]   soak and tests with the extension compiled by sanitizers, a quarter of an hour
+#   make sanitize [SANITIZE_ARGS=...]   soak and tests with the extension compiled by sanitizers, ten minutes
 #   make test-torch VERSION=2.14.1      run the tests that lean on torch's internals with another torch
 #   make test-diffusers VERSION=0.38.0  run the tests of diffusers' models with another diffusers
 

@@ -25,9 +25,8 @@ from ulysses_op.mapping import segment_name
 # The number of groups at two ranks; three and four ranks run three tenths of it each.
 GROUPS = int(os.environ.get("ULYSSES_OP_TEST_GROUPS", "5000"))
 CONTROL_GROUPS = 1000
-WARM_UP_GROUPS = (
-    500  # before what processes hold is measured; half of the groups, where there are fewer than twice these
-)
+# Before what processes hold is measured; half of the groups where there are fewer than twice as many.
+WARM_UP_GROUPS = 500
 LONGEST_DELAY_S = 0.0005
 TAGS = ("q", "k", "v")
 SUBMIT_ORDER = ("v", "q", "k")
@@ -159,7 +158,7 @@ def _unlinked_segment() -> Any:
 
 
 LEAKS: dict[str, Callable[[], Any]] = {
-    "resident MiB": lambda: bytearray(b"x" * (16 << 10)),
+    "resident MiB": lambda: bytearray(b"x" * (64 << 10)),
     "open descriptors": lambda: os.open("/dev/null", os.O_RDONLY),
     "threads": _sleeping_thread,
     "mapped segments": _unlinked_segment,

@@ -53,7 +53,7 @@ def test_everything_holds(pool: ranks.RankPool, world_size: int, backend: str, s
     for report in reports:
         assert (report["status"], report["problem"], report["backend"]) == (0, "", backend), reports
         assert report["steps"] >= STEPS_A_ROUND and report["elements"] > 10_000 and report["received_bytes"] > 10_000
-        assert report["transfers"] > report["layouts"] > STEPS_A_ROUND / 2
+        assert report["transfers"] >= report["layouts"] > STEPS_A_ROUND / 2
 
 
 # What it must find.
