@@ -77,7 +77,7 @@ def events(code: str) -> list[str]:
     """Calls of the generated wrapper: "kernel" for a generated one, else the op's name."""
     found = []
     for line in code.splitlines():
-        op = re.search(r"torch\.ops\.(?:ulysses_op|aten)\.(\w+)\.\w+\(|extern_kernels\.(\w+)\(", line)
+        op = re.search(r"torch\.ops\.(?:ulysses_op|aten)\.(\w+)\.[\w.]+\(|extern_kernels\.(\w+)\(", line)
         if line.lstrip().startswith("assert") or "op_overload" in line:
             continue
         if op:
@@ -120,6 +120,8 @@ def compiled(
             for _ in range(3):
                 results = run(function, whole[:, own])
         codes.append(events(code[0]))
+        called = re.findall(r"ulysses_op\.submit\.\w+\.(\w*)\(", code[0])
+        assert set(called) == ({"python_kernel"} if "post_grad_custom_post_pass" in options else set())
         for result, wanted in zip(results, dense, strict=True):
             torch.testing.assert_close(result, wanted[:, own], atol=1e-4, rtol=1e-4)
     comm.close()

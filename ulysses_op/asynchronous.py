@@ -49,7 +49,7 @@ class AsyncExchange:
         lend: the result may be the target itself; the caller sees to it that it is used for the last time before the
         next submission with that tag and direction.
         """
-        communicator, x = self.communicator, x.detach()
+        communicator, x = self.communicator, x.detach() if x.requires_grad else x
         exchange = communicator._exchanges.find(x, direction, heads, seq_lens, replicas)
         if complete_at_submit:
             return communicator._exchange([(tag, x, exchange)])[0]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._inductor import custom_graph_pass, ir
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.virtualized import V
 
 # 2.11 and 2.12 ask a scheduler pass to be a graph pass; later versions have a class of their own.
 CustomSchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
@@ -34,6 +36,14 @@ def op_of(node: Any) -> Any:
     """The op that a scheduler node calls, None if it is no call of one."""
     kernel = getattr(node, "node", None)
     return kernel.op_overload if isinstance(kernel, ir.FallbackKernel) else None
+
+
+def call_kernel(node: Any) -> None:
+    """Have generated Python call the kernel of one of this package's ops, not the op, where a scheduler node does."""
+    op = op_of(node)
+    own = isinstance(op, torch._ops.OpOverload) and op.namespace == "ulysses_op"
+    if own and hasattr(op, "python_kernel") and not V.graph.cpp_wrapper:
+        node.node.python_kernel_name = f"torch.ops.{op}.python_kernel"
 
 
 def arguments_of(node: Any) -> list[Any]:

@@ -109,7 +109,8 @@ def _run(
     communicator = communicator_of(name, x.device)
     _check_world_size(communicator, name, world_size)
     note(communicator)
-    return communicator._exchange_one(x, direction, _pairs(heads) or None, tuple(seq_lens) or None, replicas)
+    plan, lens = _pairs(heads) if heads else None, tuple(seq_lens) if seq_lens else None
+    return communicator._exchange_one(x, direction, plan, lens, replicas)
 
 
 def _check_world_size(communicator: Communicator, name: str, world_size: int) -> None:
@@ -161,11 +162,12 @@ def _submit_kernel(
     own_slice: bool,
     lend: bool,
 ) -> torch.Tensor:
-    _check_no_gradient("submit", (x,))
+    if x.requires_grad:
+        _check_no_gradient("submit", (x,))
     found = communicator_of(communicator, x.device)
     _check_world_size(found, communicator, world_size)
     note(found)
-    plan, lens = _pairs(heads) or None, tuple(seq_lens) or None
+    plan, lens = _pairs(heads) if heads else None, tuple(seq_lens) if seq_lens else None
     return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, own_slice, lend)
 
 
@@ -281,6 +283,9 @@ for _name, _kernel, _fake in (
     for _overload in _OVERLOADS:
         _library.impl(f"{_name}{_overload}", _kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"ulysses_op::{_name}{_overload}", _fake, lib=_library)
+        # For generated code: a dispatcher's call with so many arguments takes the host as long as all else of it.
+        _op: Any = getattr(getattr(torch.ops.ulysses_op, _name), _overload.removeprefix(".") or "default")
+        _op.python_kernel = _kernel
 
 
 def _accumulate_mm(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:

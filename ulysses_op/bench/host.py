@@ -39,13 +39,15 @@ def host_table(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ranks) -
 
 def through_ops(communicator: Communicator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """As compiled code calls them."""
-    ops, tags = torch.ops.ulysses_op, ["v", "q", "k"]
+    submit: Any = torch.ops.ulysses_op.submit.default
+    wait: Any = torch.ops.ulysses_op.wait_.default
+    tags = ["v", "q", "k"]
     name, world_size, _ = communicator._where
     targets = [
-        ops.submit.default(x, name, world_size, -1, [], [], False, "scatter_heads", tag, tags, "", True, True)
+        submit.python_kernel(x, name, world_size, -1, [], [], False, "scatter_heads", tag, tags, "", True, True)
         for tag, x in zip(tags, (v, q, k), strict=True)
     ]
-    ops.wait_.default(targets, [v, q, k], name, tags)
+    wait.python_kernel(targets, [v, q, k], name, tags)
 
 
 def _time(call: Callable[[], Any], effort: Effort, ranks: Ranks) -> dict[str, Any]:
