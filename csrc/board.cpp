@@ -54,13 +54,14 @@ Failure::Kind kind_of(const std::string& name) {
 
 std::string describe(const Failure& failure, int rank) {
   if (!failure.message.empty()) return failure.message;
-  std::string text = "rank " + std::to_string(rank) + " gave up: rank";
-  for (int peer : failure.peers) text += " " + std::to_string(peer);
+  std::string peers;
+  for (int peer : failure.peers) peers += (peers.empty() ? "" : ", ") + std::to_string(peer);
+  const std::string text = "rank " + std::to_string(rank) + " gave up: rank(s) " + peers;
   switch (failure.kind) {
     case Failure::Kind::kMismatch:
       return text + " submitted something else";
     case Failure::Kind::kPeerGone:
-      return text + " has ended";
+      return text + " ended";
     default:
       return text + " did not signal in time";
   }

@@ -7,10 +7,10 @@
 namespace ulysses {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr int kSpins = 200;               // about as long as a cache line takes to travel
 constexpr int64_t kSliceMicros = 20'000;  // how often a sleeping wait looks for a failure
+
+using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -136,8 +136,9 @@ void ShmTransport::handshake(Signal signal, uint64_t value) {
   const int world_size = board_->world_size();
   for (int step = 1; step < world_size; ++step)
     signal_store(board_->slot((rank + step) % world_size, signal, rank), value);
+  const auto start = Clock::now();
   for (int step = 1; step < world_size && !dropping_.load(); ++step)
-    await_peer(signal, (rank + step) % world_size, value);
+    await_peer(signal, (rank + step) % world_size, value, start);
   if (dropping_.load()) return;
   // Behind all waits: a peer raises this signal again only after the other handshake, which stands behind these writes.
   for (int peer = 0; peer < world_size; ++peer) {
@@ -145,36 +146,52 @@ void ShmTransport::handshake(Signal signal, uint64_t value) {
   }
 }
 
-void ShmTransport::await_peer(Signal signal, int peer, uint64_t value) {
+void ShmTransport::await_peer(Signal signal, int peer, uint64_t value, Clock::time_point start) {
   SignalWord& word = board_->slot(board_->rank(), signal, peer);
-  const auto start = Clock::now();
-  for (int spin = 0;; ++spin) {
-    const uint64_t seen = word.load(std::memory_order_acquire);
-    if (seen == value) return;
+  for (int spin = 0; word.load(std::memory_order_acquire) != value; ++spin) {
     if (spin < kSpins) continue;
-    Failure failure;
-    failure.signal = signal;
-    failure.seconds = seconds_since(start);
-    failure.peers = {peer};
-    if (seen != 0) {
-      failure.kind = Failure::Kind::kMismatch;
-      return fail(std::move(failure));
-    }
     if (dropping_.load()) return;
-    if (auto told = board_->aborted()) {
-      told->signal = signal;
-      return fail(std::move(*told));
-    }
-    if (board_->peer_gone(peer) && word.load(std::memory_order_acquire) == 0) {
-      failure.kind = Failure::Kind::kPeerGone;
-      return fail(std::move(failure));
-    }
-    if (failure.seconds > timeout_s_) {
-      failure.kind = Failure::Kind::kTimeout;
-      return fail(std::move(failure));
-    }
+    if (auto failure = hopeless(signal, value, seconds_since(start))) return fail(std::move(*failure));
     signal_wait_change(word, 0, kSliceMicros);
   }
+}
+
+std::optional<Failure> ShmTransport::hopeless(Signal signal, uint64_t value, double waited_s) const {
+  Failure failure;
+  failure.signal = signal;
+  failure.seconds = waited_s;
+  std::vector<int> silent, ended;
+  for (int peer = 0; peer < board_->world_size(); ++peer) {
+    if (peer == board_->rank()) continue;
+    const SignalWord& word = board_->slot(board_->rank(), signal, peer);
+    const bool gone = board_->peer_gone(peer);  // looked for first: it may have signalled and then ended
+    const uint64_t seen = word.load(std::memory_order_acquire);
+    if (seen == value) continue;
+    if (seen != 0) {
+      failure.peers.push_back(peer);
+    } else {
+      (gone ? ended : silent).push_back(peer);
+    }
+  }
+  if (!failure.peers.empty()) {
+    failure.kind = Failure::Kind::kMismatch;
+    return failure;
+  }
+  if (auto told = board_->aborted()) {
+    told->signal = signal;
+    return told;
+  }
+  if (!ended.empty()) {
+    failure.kind = Failure::Kind::kPeerGone;
+    failure.peers = ended;
+    return failure;
+  }
+  if (waited_s > timeout_s_ && !silent.empty()) {
+    failure.kind = Failure::Kind::kTimeout;
+    failure.peers = silent;
+    return failure;
+  }
+  return std::nullopt;
 }
 
 void ShmTransport::fail(Failure failure) {

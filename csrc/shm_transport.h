@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -58,7 +59,10 @@ class ShmTransport {
   void enqueue(Command command);
   void run();
   void handshake(Signal signal, uint64_t value);
-  void await_peer(Signal signal, int peer, uint64_t value);
+  void await_peer(Signal signal, int peer, uint64_t value, std::chrono::steady_clock::time_point start);
+  // Why a handshake cannot complete any more, if it cannot: all peers are looked at, for one may have ended while
+  // another is late.
+  std::optional<Failure> hopeless(Signal signal, uint64_t value, double waited_s) const;
   void fail(Failure failure);
 
   std::shared_ptr<Board> board_;

@@ -1,0 +1,83 @@
+"""What a rank's transport tells of peers that are late, lost or silent: its peers are played by this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from ulysses_op import _C
+from ulysses_op.mapping import segment_name
+
+READY = (1 << 32) | 1
+
+
+def shared(world_size: int) -> _C.SharedSegment:
+    """What the boards of a world lie on."""
+    name = segment_name()
+    try:
+        return _C.SharedSegment.create(name, _C.Board.size_bytes(world_size))
+    finally:
+        _C.SharedSegment.unlink(name)
+
+
+def ended(segment: _C.SharedSegment, rank: int, world_size: int) -> None:
+    """A rank that has registered, and whose process has ended since."""
+    pid = os.fork()
+    if pid == 0:
+        _C.Board(segment, rank, world_size).register_self()
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # reaped by nobody yet
+
+
+def transport(segment: _C.SharedSegment, rank: int, world_size: int, timeout_s: float) -> _C.ShmTransport:
+    board = _C.Board(segment, rank, world_size)
+    board.register_self()
+    board.watch_peers()
+    return _C.ShmTransport(board, timeout_s, False, False)
+
+
+def failure_of(made: _C.ShmTransport) -> tuple[_C.Failure, float]:
+    """What a group fails with, and when."""
+    start = time.monotonic()
+    made.begin(READY)
+    made.wait(made.end(READY))
+    failure = made.failure()
+    assert failure is not None
+    return failure, time.monotonic() - start
+
+
+def test_an_ended_peer_is_told_of_while_another_is_late() -> None:
+    segment = shared(4)
+    for rank in (2, 3):
+        ended(segment, rank, 4)
+    failure, took_s = failure_of(transport(segment, 0, 4, 20.0))
+    assert (failure.kind, failure.peers) == ("peer_gone", [2, 3])
+    assert took_s < 10
+
+
+def test_a_peer_that_differs_is_told_of_while_another_is_late() -> None:
+    segment = shared(3)
+    other = transport(segment, 2, 3, 20.0)
+    other.begin(READY + 2)
+    failure, took_s = failure_of(transport(segment, 0, 3, 20.0))
+    assert (failure.kind, failure.peers) == ("mismatch", [2])
+    assert took_s < 10
+
+
+def test_all_that_are_late_are_told_of() -> None:
+    failure, _ = failure_of(transport(shared(4), 0, 4, 0.1))
+    assert (failure.kind, failure.peers) == ("timeout", [1, 2, 3])
+
+
+def test_peers_that_are_late_one_after_another_have_one_timeout() -> None:
+    segment = shared(3)
+    late = transport(segment, 1, 3, 20.0)
+    timer = threading.Timer(0.8, late.begin, (READY,))
+    timer.start()
+    failure, took_s = failure_of(transport(segment, 0, 3, 1.0))
+    timer.join()
+    assert (failure.kind, failure.peers) == ("timeout", [2])
+    assert took_s == pytest.approx(1.0, abs=0.7)
