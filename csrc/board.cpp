@@ -7,14 +7,19 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <ctime>
 #include <stdexcept>
+#include <system_error>
 
 namespace ulysses {
 namespace {
 
 constexpr size_t kMessageBytes = 496;
+// In place of a peer's file descriptor.
+constexpr int kUnknown = -1;
+constexpr int kEnded = -2;
 
 uint32_t* futex_word(SignalWord& word) { return reinterpret_cast<uint32_t*>(&word); }
 
@@ -80,7 +85,7 @@ void signal_wait_change(SignalWord& word, uint64_t seen, int64_t timeout_us) {
 }
 
 struct Board::Entry {
-  // 0: no abort; kWriting: a peer is writing the message; else the Failure::Kind.
+  // 0: no abort; else the Failure::Kind, and while a peer is still writing the message, kWriting and that peer's rank.
   std::atomic<uint32_t> abort_state;
   uint32_t message_bytes;
   uint64_t pid;
@@ -89,8 +94,9 @@ struct Board::Entry {
 };
 
 namespace {
-constexpr uint32_t kWriting = UINT32_MAX;
-}
+constexpr uint32_t kKindBits = 8;
+constexpr uint32_t kWriting = 1U << 31;
+}  // namespace
 
 size_t Board::size_bytes(int world_size) {
   const auto world = static_cast<size_t>(world_size);
@@ -101,7 +107,7 @@ Board::Board(std::shared_ptr<SharedSegment> segment, int rank, int world_size)
     : segment_(std::move(segment)),
       rank_(rank),
       world_size_(world_size),
-      peer_fds_(static_cast<size_t>(world_size), -1) {
+      peer_fds_(static_cast<size_t>(world_size), kUnknown) {
   if (segment_->size_bytes() != size_bytes(world_size)) throw std::invalid_argument("board segment has the wrong size");
 }
 
@@ -134,14 +140,20 @@ void Board::watch_peers() {
   for (int peer = 0; peer < world_size_; ++peer) {
     const Entry& other = entry(peer);
     if (peer == rank_ || other.pid == 0 || other.pid_namespace != pid_namespace()) continue;
-    peer_fds_[static_cast<size_t>(peer)] =
-        static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(other.pid), 0));
+    int& fd = peer_fds_[static_cast<size_t>(peer)];
+    fd = static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(other.pid), 0));
+    if (fd >= 0) continue;
+    fd = errno == ESRCH ? kEnded : kUnknown;
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) {
+      throw std::system_error(errno, std::generic_category(), "watching the process of rank " + std::to_string(peer));
+    }
   }
 }
 
 bool Board::peer_gone(int peer) const {
   struct pollfd poll_fd{};
   poll_fd.fd = peer_fds_[static_cast<size_t>(peer)];
+  if (poll_fd.fd == kEnded) return true;
   poll_fd.events = POLLIN;
   return poll_fd.fd >= 0 && ::poll(&poll_fd, 1, 0) == 1 && (poll_fd.revents & POLLIN) != 0;
 }
@@ -152,7 +164,8 @@ void Board::abort_peers(Failure::Kind kind, const std::string& message) {
     if (peer == rank_) continue;
     Entry& other = entry(peer);
     uint32_t none = 0;
-    if (!other.abort_state.compare_exchange_strong(none, kWriting)) continue;
+    const uint32_t writing = kWriting | static_cast<uint32_t>(rank_) << kKindBits | static_cast<uint32_t>(kind);
+    if (!other.abort_state.compare_exchange_strong(none, writing)) continue;
     const size_t count = std::min(message.size(), kMessageBytes);
     std::memcpy(other.message, message.data(), count);
     other.message_bytes = static_cast<uint32_t>(count);
@@ -169,11 +182,11 @@ std::optional<Failure> Board::aborted() const {
   const uint32_t state = self.abort_state.load(std::memory_order_acquire);
   if (state == 0) return std::nullopt;
   Failure failure;
-  if (state == kWriting) {
-    failure.message = "a peer gave up";
+  failure.kind = static_cast<Failure::Kind>(state & ((1U << kKindBits) - 1));
+  if ((state & kWriting) != 0) {  // who it is may be lost before the message is there
+    failure.message = "rank " + std::to_string((state & ~kWriting) >> kKindBits) + " gave up";
     return failure;
   }
-  failure.kind = static_cast<Failure::Kind>(state);
   failure.message.assign(self.message, std::min<size_t>(self.message_bytes, kMessageBytes));
   return failure;
 }

@@ -55,6 +55,7 @@ class Board {
 
   // Publishes this process's identity. Before watch_peers() every rank must have done so.
   void register_self();
+  // Throws std::system_error where there is no file descriptor left to watch a process with.
   void watch_peers();
   // True once the process of that rank has ended, also as a zombie. False where that cannot be known (another PID
   // namespace).

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 
 import pytest
+import torch
 
 from ulysses_op import _C
 from ulysses_op.mapping import segment_name
@@ -23,13 +25,14 @@ def shared(world_size: int) -> _C.SharedSegment:
         _C.SharedSegment.unlink(name)
 
 
-def ended(segment: _C.SharedSegment, rank: int, world_size: int) -> None:
-    """A rank that has registered, and whose process has ended since."""
+def ended(segment: _C.SharedSegment, rank: int, world_size: int) -> int:
+    """A rank that has registered, and whose process, the one returned, has ended since."""
     pid = os.fork()
     if pid == 0:
         _C.Board(segment, rank, world_size).register_self()
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # reaped by nobody yet
+    return pid
 
 
 def transport(segment: _C.SharedSegment, rank: int, world_size: int, timeout_s: float) -> _C.ShmTransport:
@@ -81,3 +84,40 @@ def test_peers_that_are_late_one_after_another_have_one_timeout() -> None:
     timer.join()
     assert (failure.kind, failure.peers) == ("timeout", [2])
     assert took_s == pytest.approx(1.0, abs=0.7)
+
+
+def test_a_rank_that_is_lost_while_it_tells_is_named() -> None:
+    """The message is cut short, who it is about is not."""
+    segment = shared(2)
+    words = torch.frombuffer(segment, dtype=torch.int32)
+    told = _C.Board(segment, 0, 2)
+    assert told.aborted() is None
+    words[0] = -(1 << 31) | 1 << 8 | 2  # as rank 1 leaves it in the middle of telling of a mismatch
+    failure = told.aborted()
+    assert failure is not None
+    assert (failure.kind, failure.message) == ("mismatch", "rank 1 gave up")
+
+
+def test_a_peer_that_cannot_be_watched_is_an_error() -> None:
+    segment = shared(2)
+    _C.Board(segment, 1, 2).register_self()
+    board = _C.Board(segment, 0, 2)
+    free = os.dup(0)
+    os.close(free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(RuntimeError, match="watching the process of rank 1"):
+            board.watch_peers()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    board.watch_peers()
+    assert not board.peer_gone(1)
+
+
+def test_a_peer_that_has_ended_before_it_is_watched_is_gone() -> None:
+    segment = shared(2)
+    os.waitpid(ended(segment, 1, 2), 0)
+    board = _C.Board(segment, 0, 2)
+    board.watch_peers()
+    assert board.peer_gone(1)

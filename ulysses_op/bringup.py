@@ -121,11 +121,21 @@ def _one_sided(
     board = _C.Board(segment, channel.rank, channel.world_size)
     board.register_self()
     channel.all_gather(b"")
-    board.watch_peers()
+    unwatched: list[Exception] = []
+    try:
+        board.watch_peers()
+    except RuntimeError as error:
+        unwatched.append(error)
     channel.watch(board)
     engine = OneSidedEngine(backend, channel, device, mapping, max_targets, pipelined)
+
+    def start() -> None:
+        if unwatched:
+            raise unwatched[0]
+        engine.start(board, timeout_s)
+
     try:
-        channel.vote(f"starting {backend}", lambda: engine.start(board, timeout_s))
+        channel.vote(f"starting {backend}", start)
     except BaseException as error:
         if not isinstance(error, TargetError):  # a rank that comes late finds all the votes, and must hear of this
             engine.abort(kind_of_error(error), f"{type(error).__name__}: {error}")
