@@ -90,11 +90,7 @@ bool ShmTransport::shutdown(double grace_s) {
     ended_.wait_for(lock, std::chrono::duration<double>(grace_s), [this] { return commands_.empty() && !running_; });
     if (!commands_.empty() || running_) {
       lock.unlock();
-      Failure failure;
-      failure.kind = Failure::Kind::kClosed;
-      failure.message =
-          "rank " + std::to_string(board_->rank()) + " closed its communicator before the exchange was complete";
-      fail(std::move(failure));
+      fail(closed());
       lock.lock();
     }
     stopping_ = true;
@@ -107,7 +103,12 @@ bool ShmTransport::shutdown(double grace_s) {
 void ShmTransport::enqueue(Command command) {
   {
     std::lock_guard lock(mutex_);
-    commands_.push_back(std::move(command));
+    if (!stopping_) {
+      commands_.push_back(std::move(command));
+    } else {  // nobody is there to run it, nor may anybody wait for it
+      if (command.ends_group) ++ended_groups_;
+      if (!failure_) failure_ = closed();
+    }
   }
   queued_.notify_one();
 }
@@ -192,6 +193,14 @@ std::optional<Failure> ShmTransport::hopeless(Signal signal, uint64_t value, dou
     return failure;
   }
   return std::nullopt;
+}
+
+Failure ShmTransport::closed() const {
+  Failure failure;
+  failure.kind = Failure::Kind::kClosed;
+  failure.message =
+      "rank " + std::to_string(board_->rank()) + " closed its communicator before the exchange was complete";
+  return failure;
 }
 
 void ShmTransport::fail(Failure failure) {

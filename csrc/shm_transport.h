@@ -23,8 +23,8 @@ namespace ulysses {
 //   begin(r)  READY: tell every peer that this rank's targets may be written, await the same from all
 //   put       write this rank's slices into the peers' targets
 //   end(d)    DONE: tell every peer that its data is complete, await the same from all
-// wait_for(g) tells when group g has ended. Once a command fails, later ones are dropped unrun, so nothing is written
-// after a failure.
+// wait_for(g) tells when group g has ended. Once a command fails, or after shutdown(), later ones are dropped unrun, so
+// nothing is written after a failure.
 class ShmTransport {
  public:
   // skip_ready and skip_done leave a handshake out: only for tests that show what it protects.
@@ -64,6 +64,7 @@ class ShmTransport {
   // another is late.
   std::optional<Failure> hopeless(Signal signal, uint64_t value, double waited_s) const;
   void fail(Failure failure);
+  Failure closed() const;
 
   std::shared_ptr<Board> board_;
   double timeout_s_;

@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,80 @@ def run_collected(rank: int, world_size: int, members: tuple[int, ...], backend:
 
 def test_garbage_collection_releases(pool: ranks.RankPool) -> None:
     ok(pool.run(run_collected, MEMBERS[2], "shm", "cpu"))
+
+
+def run_interrupted_close(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str
+) -> list[str] | None:
+    """close() waits for an exchange that a peer has not begun; an interrupt ends that, and the communicator."""
+    if rank not in members:
+        return None
+    before = held()
+    comm = ranks.fresh_communicator(members, backend, device, timeout_s=30.0)
+    x = torch.ones(1, 2, len(members), 4, device=device)
+
+    def submitted() -> ulysses_op.ExchangeGroup:
+        group = comm.group("x")
+        group.submit(x, tag="x")
+        return group
+
+    submitted().wait()
+    ranks.meet(ranks.group_of(members))
+    told, took_s = "nothing", 0.0
+    try:
+        if rank == members[0]:
+            submitted()
+            handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            start = time.monotonic()
+            try:
+                comm.close()
+            finally:
+                took_s = time.monotonic() - start
+                signal.signal(signal.SIGALRM, handler)
+        else:
+            while comm._engine._transport.failure() is None:
+                time.sleep(0.01)
+            submitted()
+    except (KeyboardInterrupt, RuntimeError) as error:
+        told = type(error).__name__
+    comm.close()
+    after = held()
+    problems = [f"{what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]]
+    wanted = "KeyboardInterrupt" if rank == members[0] else "PeerAbortError"
+    return problems + ([] if (told, took_s < 15) == (wanted, True) else [f"told {told} after {took_s:.1f} s"])
+
+
+def test_close_can_be_interrupted(pool: ranks.RankPool) -> None:
+    ok(pool.run(run_interrupted_close, MEMBERS[2], "shm", "cpu"))
+
+
+def run_use_at_exit(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str
+) -> list[str] | None:
+    """What was released because Python exits is not there for a handler that runs later."""
+    if rank not in members:
+        return None
+    comm = ranks.fresh_communicator(members, backend, device)
+    exchange(comm, device)
+    comm._release()  # as at exit
+    problems = []
+    for tags in (("q", "k"), ("new",)):
+        try:
+            exchange(comm, device, tags)
+        except RuntimeError as error:
+            if "Python is exiting" in str(error):
+                continue
+            problems.append(f"{tags}: {error}")
+        else:
+            problems.append(f"{tags}: no error")
+    comm.close()
+    return problems
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_use_by_a_late_handler_at_exit(pool: ranks.RankPool, backend: str) -> None:
+    ok(pool.run(run_use_at_exit, MEMBERS[2], backend, "cpu"))
 
 
 def run_copies(rank: int, world_size: int, members: tuple[int, ...], device: str) -> list[str] | None:

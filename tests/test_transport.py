@@ -86,6 +86,13 @@ def test_peers_that_are_late_one_after_another_have_one_timeout() -> None:
     assert took_s == pytest.approx(1.0, abs=0.7)
 
 
+def test_nobody_waits_for_what_comes_after_the_end() -> None:
+    made = transport(shared(2), 0, 2, 20.0)
+    made.shutdown(0.0)
+    failure, _ = failure_of(made)
+    assert failure.kind == "closed"
+
+
 def test_a_rank_that_is_lost_while_it_tells_is_named() -> None:
     """The message is cut short, who it is about is not."""
     segment = shared(2)

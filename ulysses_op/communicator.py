@@ -209,16 +209,21 @@ class Communicator:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._companion is not None:
-            self._companion.close()
+        try:
+            if self._companion is not None:
+                self._companion.close()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         groups, self._groups = self._groups, []
+        engine, self._engine = self._engine, None
         if self._release is not None and self._release.detach() is not None:
-            assert self._engine is not None
+            assert engine is not None
             unfinished = any(not group.final for group in groups)
             if unfinished and self._broken is None:
-                self._engine.abort("abort", "closed its communicator in the middle of a group")
-            self._engine.close(0.0 if unfinished or self._broken else self._timeout_s)
-        self._engine = None
+                engine.abort("abort", "closed its communicator in the middle of a group")
+            engine.close(0.0 if unfinished or self._broken else self._timeout_s)
         if groups and self._broken is None:
             lost = "; ".join(group.describe() for group in groups)
             raise RuntimeError(
@@ -476,6 +481,8 @@ class Communicator:
             raise RuntimeError("the communicator belongs to the process that this one was forked from")
         if self._closed:
             raise RuntimeError("the communicator is closed: create another one")
+        if self._release is not None and not self._release.alive:
+            raise RuntimeError("the communicator was released: Python is exiting")
         if self._broken is not None:
             raise BrokenCommunicatorError(
                 f"the communicator failed earlier and cannot be used any more: {self._broken}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -197,11 +198,22 @@ class OneSidedEngine:
         if self._transport is not None:
             if self._unfinished:
                 self.abort("abort", "released its communicator in the middle of a group")
-            if not self._transport.shutdown(grace_s):
+            try:
+                if not self._cuda:
+                    self._settle(grace_s)
+            finally:
+                drained = self._transport.shutdown(grace_s if self._cuda else 0.0)
+            if not drained:
                 _undrained.append(self)
                 return
         self._targets.clear()
         self._pads = None
+
+    def _settle(self, grace_s: float) -> None:
+        """Let queued exchanges run; an interrupt gets through."""
+        deadline = time.monotonic() + grace_s
+        while not self._transport.idle() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _compare(self, group: ExchangeGroup, submission: Submission) -> None:
         """Ranks that bring up targets for different things must not find each other's."""
