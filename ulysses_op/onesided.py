@@ -70,7 +70,9 @@ class OneSidedEngine:
         # Streams on which results of a tag may be read: its target is not written again before they get there.
         self._readers: dict[LoanKey, set[int]] = {}
         self._pipelined = pipelined
-        self._unwaited: list[ExchangeGroup] = []  # finished, neither delivered nor abandoned
+        # The targets of groups that are finished, and neither delivered nor abandoned, by the group's number. Not the
+        # groups: they hold the communicator, which is released once nobody else does.
+        self._unwaited: dict[int, list[TargetKey]] = {}
         self._last_number = 0
         self._unfinished = False
         self._poison = bool(os.environ.get(POISON_VARIABLE))
@@ -113,7 +115,7 @@ class OneSidedEngine:
             return found
         submission.met = True
         self._compare(group, submission)
-        in_use = [s.state.route.key for other in (group, *self._unwaited) for s in other.submissions]
+        in_use = [key for keys in (_targets_of(group), *self._unwaited.values()) for key in keys]
         with torch.inference_mode(False):  # targets outlive it
             return outside_memory_pools(self._device, lambda: self._targets.get(key, nbytes, in_use, self._quiesce))
 
@@ -164,17 +166,17 @@ class OneSidedEngine:
         digest = group.done_digest()
         number = self._transport.end(digest, group.captured) if self._cuda else self._transport.end(digest)
         group.state.number = self._last_number = number
-        self._unwaited.append(group)
+        self._unwaited[number] = _targets_of(group)
 
     def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
         results = self._deliver_cuda(group) if self._cuda else self._deliver_cpu(group)
-        self._unwaited.remove(group)
+        del self._unwaited[group.state.number]
         return results
 
     def abandon(self, group: ExchangeGroup) -> None:
         """Results of a finished group that nobody waits for: its inputs may be freed when this returns."""
         self._await(group)
-        self._unwaited.remove(group)
+        del self._unwaited[group.state.number]
 
     def _await(self, group: ExchangeGroup) -> None:
         """On CUDA the current stream waits, else the host."""
@@ -295,6 +297,10 @@ class OneSidedEngine:
         for key, target in self._targets.all():
             if key in opened:
                 target.base.fill_(0xFF)
+
+
+def _targets_of(group: ExchangeGroup) -> list[TargetKey]:
+    return [submission.state.route.key for submission in group.submissions]
 
 
 class _GroupInTransit:
