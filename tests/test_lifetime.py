@@ -122,12 +122,14 @@ def run_collected(rank: int, world_size: int, members: tuple[int, ...], backend:
     before = held()
     problems = []
     kept = []
-    for cycle in (False, True):
+    for how in ("no cycle", "a cycle", "a group that is never waited for"):
         comm = ranks.fresh_communicator(members, backend, device)
         exchange(comm, device)
         x = torch.full((1, 2, len(members), 4), 7.0, device=device)
         kept.append(comm.scatter_heads(x))
-        if cycle:
+        if how == "a group that is never waited for":
+            comm.group("x").submit(x, tag="x")
+        if how == "a cycle":
             holder: dict[str, Any] = {"comm": comm}
             holder["self"] = holder
             del holder
@@ -137,7 +139,7 @@ def run_collected(rank: int, world_size: int, members: tuple[int, ...], backend:
         gc.collect()
         after = held()
         problems += [
-            f"{what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]
+            f"{how}: {what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]
         ]
     problems += ["a result changed" for result in kept if not bool((result == 7.0).all())]
     return problems
@@ -184,7 +186,11 @@ def run_interrupted_close(
         told = type(error).__name__
     comm.close()
     after = held()
-    problems = [f"{what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]]
+    problems = [
+        f"{what}: {before[what]} before, {after[what]} after"
+        for what in ("fds", "threads")
+        if after[what] > before[what]
+    ]
     wanted = "KeyboardInterrupt" if rank == members[0] else "PeerAbortError"
     return problems + ([] if (told, took_s < 15) == (wanted, True) else [f"told {told} after {took_s:.1f} s"])
 
@@ -484,6 +490,46 @@ def test_forked_children(how: str) -> None:
     run = ranks.run_fresh(fork_children, 2, "cpu", how)
     assert [rank.status for rank in run.ranks] == [0, 0], run.ranks
     assert run.leftovers == []
+
+
+def run_forked_inside_a_group(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str
+) -> list[str] | None:
+    """A child that leaves a group of its parent's, by an exception or not, is none of the parent's or the peers'
+    business.
+    """
+    if rank not in members:
+        return None
+    comm = ranks.fresh_communicator(members, backend, device)
+    exchange(comm, device)
+    x = torch.ones(1, 2, len(members), 4, device=device)
+    statuses = []
+    for raises in (False, True):
+        child = -1
+        try:
+            with comm.group("q", "k") as group:
+                group.submit(x, tag="q")
+                child = os.fork()
+                if child == 0:
+                    signal.alarm(10)
+                    if raises:
+                        raise ArithmeticError
+                else:
+                    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                    group.submit(x, tag="k")
+                    group.wait()
+        except ArithmeticError:
+            pass
+        finally:
+            if child == 0:
+                os._exit(7)
+    exchange(comm, device)
+    comm.close()
+    return [] if statuses == [7, 7] else [f"children ended with {statuses}"]
+
+
+def test_a_child_forked_inside_a_group(pool: ranks.RankPool) -> None:
+    ok(pool.run(run_forked_inside_a_group, MEMBERS[2], "shm", "cpu"))
 
 
 def leave_unbuilt(rank: int, world_size: int) -> None:

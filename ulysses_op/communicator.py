@@ -365,6 +365,8 @@ class Communicator:
         """The end of the with-block. Results may still be waited for after it, until the next group begins."""
         if group not in self._groups or self._engine is None or self._broken is not None:
             return
+        if os.getpid() != self._pid:  # the group is the parent's, and goes on there
+            return
         if error is not None and not group.final and not stops_recomputation(error):
             self._break(error)
         elif error is not None:
