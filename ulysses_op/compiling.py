@@ -117,7 +117,8 @@ def compile(
     """``torch.compile(model, mode=mode, options=options, **arguments)`` with the pass installed: exchanges that meet in
     one attention become one group, V's submission goes ahead of the work on Q and K, and one wait completes them. A
     call raises what has failed, since the calls before it, of the communicators that those used: also where they only
-    replay CUDA graphs.
+    replay CUDA graphs. Code that has exchanged in CUDA graphs is to be compiled again for another communicator. A call
+    that is left by an exception in the middle of a group tells the peers at once, as a group's with-block does.
 
     cuda_graphs, split_projections: see :func:`compile_options`. Other backends than Inductor run the functional ops:
     right, without overlap.
@@ -130,7 +131,9 @@ def compile(
         by_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
         mode, options = None, {**by_mode, **chosen, **installed}
     compiled: Any = torch.compile(model, mode=mode, options=options, **arguments)  # type: ignore[call-overload]
-    if isinstance(model, torch.nn.Module):
+    if compiled is model:  # torch.compile is switched off, and the model is the caller's own
+        return model
+    if isinstance(compiled, torch.nn.Module):
         compiled.forward = checked(compiled.forward)
     else:
         compiled = checked(compiled)
