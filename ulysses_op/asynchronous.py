@@ -6,11 +6,13 @@ and its wait, and the groups of one communicator do not nest.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from .communicator import Communicator
+from .errors import UlyssesError
 from .exchange_group import ExchangeGroup
 from .layout import Direction, HeadRanges
 
@@ -86,6 +88,13 @@ class AsyncExchange:
         for target, result in zip(targets, self.communicator._wait(group, ()), strict=True):
             if target.data_ptr() != result.data_ptr():  # a compiler has copied it
                 target.copy_(result)
+
+    def leave(self, error: BaseException) -> None:
+        """The code that submits was left by ``error``: it neither submits nor waits for what is under way any more."""
+        self._open = None
+        for group in tuple(self.communicator._groups):
+            with contextlib.suppress(UlyssesError):  # the error that is on its way tells more
+                self.communicator._leave(group, error)
 
 
 def beside(communicator: Communicator) -> AsyncExchange:

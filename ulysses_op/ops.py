@@ -108,7 +108,7 @@ def _run(
 ) -> torch.Tensor:
     communicator = communicator_of(name, x.device)
     _check_world_size(communicator, name, world_size)
-    note(communicator)
+    note(communicator, x)
     plan, lens = _pairs(heads) if heads else None, tuple(seq_lens) if seq_lens else None
     return communicator._exchange_one(x, direction, plan, lens, replicas)
 
@@ -166,7 +166,7 @@ def _submit_kernel(
         _check_no_gradient("submit", (x,))
     found = communicator_of(communicator, x.device)
     _check_world_size(found, communicator, world_size)
-    note(found)
+    note(found, x)
     plan, lens = _pairs(heads) if heads else None, tuple(seq_lens) if seq_lens else None
     return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, own_slice, lend)
 
