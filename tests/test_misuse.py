@@ -14,7 +14,14 @@ import torch.distributed as dist
 from test_exchange import BACKENDS, MEMBERS, ok
 from test_gate import arrive, refusal, works
 
-from ulysses_op import BrokenCommunicatorError, Communicator, PeerAbortError, PeerTimeoutError, UlyssesError
+from ulysses_op import (
+    BrokenCommunicatorError,
+    Communicator,
+    ExchangeGroup,
+    PeerAbortError,
+    PeerTimeoutError,
+    UlyssesError,
+)
 
 
 class Mine(Exception):
@@ -253,6 +260,51 @@ def run_closed(rank: int, world_size: int, members: tuple[int, ...], backend: st
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_use_after_close(pool: ranks.RankPool, backend: str) -> None:
     ok(pool.run(run_closed, MEMBERS[3], backend, "cpu"))
+
+
+def run_beneath(rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str) -> list[str] | None:
+    """Beneath a wait, as a signal handler or another thread would, the communicator is used: refused, and the wait goes
+    on. Then it is closed.
+    """
+    if rank not in members:
+        return None
+    comm = ranks.fresh_communicator(members, backend, device)
+    x = heads(members, device)
+    problems: list[str | None] = []
+
+    def exchange(beneath: Callable[[ExchangeGroup], None]) -> None:
+        with comm.group("q") as group:
+            group.submit(x, tag="q")
+            engine = comm._engine
+            deliver = engine.deliver
+
+            def delivered(group: ExchangeGroup) -> list[torch.Tensor]:
+                beneath(group)
+                results: list[torch.Tensor] = deliver(group)
+                return results
+
+            engine.deliver = delivered
+            try:
+                group.wait()
+            finally:
+                engine.deliver = deliver
+
+    def use(group: ExchangeGroup) -> None:
+        for call in (lambda: comm.scatter_heads(x), group.wait):
+            problems.append(refusal("use beneath a wait", call, (RuntimeError,), "being waited for"))
+
+    def close(group: ExchangeGroup) -> None:
+        problems.append(refusal("close beneath a wait", comm.close, (RuntimeError,), "never waited for"))
+
+    exchange(use)
+    exchange(lambda group: None)
+    problems.append(refusal("a wait that is closed beneath", lambda: exchange(close), (RuntimeError,), "is closed"))
+    return [problem for problem in problems if problem]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_use_beneath_a_wait(pool: ranks.RankPool, backend: str) -> None:
+    ok(pool.run(run_beneath, MEMBERS[2], backend, "cpu"))
 
 
 # ---- one rank fails

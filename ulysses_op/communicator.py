@@ -33,6 +33,7 @@ DEFAULT_TIMEOUT_S = 600.0
 MAX_TIMEOUT_S = 1e6
 DEFAULT_MAX_TARGETS = 12
 MAX_UNWAITED = 8  # groups of one communicator that are complete and not waited for
+_ELSEWHERE = "in another thread or beneath this signal handler: one thread at a time uses a communicator"
 _RELEASE_GRACE_S = 2.0  # what garbage collection and interpreter exit allow queued exchanges
 
 
@@ -328,6 +329,8 @@ class Communicator:
         self._check_usable()
         if group.waited:
             raise RuntimeError("wait() was called already: a group is waited for once")
+        if group.waiting:
+            raise RuntimeError(f"the group of {group.describe()} is being waited for already, {_ELSEWHERE}")
         if group not in self._groups or not group.submissions:
             raise RuntimeError("wait() on a group to which nothing was submitted, or that a later group has replaced")
         submitted = group.submitted_tags()
@@ -338,6 +341,7 @@ class Communicator:
         for submission in group.submissions:
             submission.check_unchanged()
         engine = self._built()
+        group.waiting = True
         try:
             if not group.final:
                 self._finish(group)
@@ -346,6 +350,9 @@ class Communicator:
         except BaseException as error:
             self._break(error)
             raise
+        finally:
+            group.waiting = False
+        self._check_usable()  # it may have been closed meanwhile
         group.waited = True
         group.delivered_ns = time.time_ns()
         self._groups.remove(group)
@@ -377,6 +384,8 @@ class Communicator:
     def _begin(self, engine: Engine, tag: str) -> None:
         """Whether a group may begin with ``tag``: one after the other, except where they are pipelined."""
         for other in self._groups:
+            if other.waiting:
+                raise RuntimeError(f"the group of {other.describe()} is being waited for, {_ELSEWHERE}")
             if not other.final:
                 raise RuntimeError(
                     f"the group of {other.describe()} is still open: finish and wait() for it, or use a second "

@@ -133,6 +133,7 @@ class ExchangeGroup:
         self._taken: set[str] = set()
         self._traced: dict[str, torch.Tensor] = {}  # under torch.compile: an op for each tag
         self.final = False
+        self.waiting = False  # now, beneath a signal handler perhaps, or in another thread
         self.waited = False
         self.captured = False  # into a CUDA graph, whose targets are its own
         # For the flight record: nanoseconds since the epoch, 0 until then.
