@@ -4,6 +4,7 @@ pickles.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
 import threading
@@ -24,33 +25,47 @@ _MESSAGE_BYTES = 8192
 _SLICE_S = 0.1
 _STORE_GRACE_S = 1.0  # beyond the time-out, for a store that answers, and for a process that is about to have ended
 
+_EXIT_GRACE_S = 1.0  # for threads that nobody waits for any more
+
 _Result = TypeVar("_Result")
 
+_left_alone: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+"""Set once a thread that nobody waits for any more is through: Thread.join() that was interrupted takes a thread for
+ended, in some versions of Python."""
 
-def bounded(call: Callable[[], _Result], timeout_s: float) -> _Result:
-    """``call()``, in a thread of its own; TimeoutError after ``timeout_s``, and the thread is left to itself.
+
+def bounded(call: Callable[[threading.Event], _Result], timeout_s: float) -> _Result:
+    """``call(left)``, in a thread of its own; TimeoutError after ``timeout_s``, and the thread is left to itself. So it
+    is where the caller is interrupted. ``left`` is set then: the call is to end when it can.
 
     Calls of a store have no time-out where the process that hosts it stands still.
     """
+    left, through = threading.Event(), threading.Event()
     outcome: list[_Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            outcome.append(call())
+            outcome.append(call(left))
         except BaseException as error:
             errors.append(error)
+        finally:
+            through.set()
 
     thread = threading.Thread(target=run, name="ulysses_op rendezvous", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # there is no memory for one: the ranks must hear of what else failed here
-        return call()
-    # In slices: a process that stood still itself goes on where it was, instead of finding its time over.
-    for _ in range(math.ceil(timeout_s / _SLICE_S)):
-        thread.join(_SLICE_S)
-        if not thread.is_alive():
-            break
+        return call(left)
+    try:
+        # In slices: a process that stood still itself goes on where it was, instead of finding its time over.
+        for _ in range(math.ceil(timeout_s / _SLICE_S)):
+            if through.wait(_SLICE_S):
+                break
+    finally:
+        if not through.is_set():
+            left.set()
+            _left_alone.add(through)
     if errors:
         try:
             raise errors[0]
@@ -61,10 +76,18 @@ def bounded(call: Callable[[], _Result], timeout_s: float) -> _Result:
     return outcome[0]
 
 
+@atexit.register
+def _end_threads() -> None:
+    """A thread that comes out of a store's call once Python is gone aborts the process: what can end does before."""
+    deadline = time.monotonic() + _EXIT_GRACE_S
+    for through in tuple(_left_alone):
+        through.wait(max(0.0, deadline - time.monotonic()))
+
+
 def open_channel(group: dist.ProcessGroup, prefix: str, timeout_s: float) -> Channel:
     """A channel of the ranks of ``group``. Raises BrokenCommunicatorError when its store cannot be reached."""
     try:
-        store = bounded(lambda: group_store(group), timeout_s + _STORE_GRACE_S)
+        store = bounded(lambda _: group_store(group), timeout_s + _STORE_GRACE_S)
     except (RuntimeError, TimeoutError) as error:
         raise BrokenCommunicatorError(f"rank {group.rank()}: {_unreachable(error)}") from error
     return Channel(group, store, prefix, timeout_s)
@@ -148,7 +171,7 @@ class Channel:
         """
         self._round += 1
         try:
-            return bounded(lambda: self._all_gather(payload), self._timeout_s + _STORE_GRACE_S)
+            return bounded(lambda left: self._all_gather(payload, left), self._timeout_s + _STORE_GRACE_S)
         except BrokenCommunicatorError:
             raise
         except (RuntimeError, TimeoutError) as error:
@@ -164,13 +187,15 @@ class Channel:
                 f"rank {self.rank}, in a rendezvous: {ended}{_unreachable(error)}"
             ) from error
 
-    def _all_gather(self, payload: bytes) -> list[bytes]:
+    def _all_gather(self, payload: bytes, left: threading.Event) -> list[bytes]:
         keys = [f"{self.prefix}/{self._round}/{peer}" for peer in range(self.world_size)]
         earlier = len(self._set_before)
         self._set_before.append(keys[self.rank])
         self._store.set(keys[self.rank], b"\0" + payload)  # type: ignore[arg-type]
         start = time.monotonic()
         for attempt in itertools.count():
+            if left.is_set():
+                raise TimeoutError("nobody waits for this rendezvous any more")
             signalling = self._signalling()
             if self._store.check(keys):
                 break

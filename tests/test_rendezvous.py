@@ -1,0 +1,41 @@
+"""What is left of a rendezvous that nobody waits for any more: threads that end, before Python does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ulysses_op import rendezvous
+
+
+def until_none_runs() -> None:
+    deadline = time.monotonic() + 10
+    while any(thread.name == "ulysses_op rendezvous" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_interrupted_rendezvous_ends() -> None:
+    channel = rendezvous.Channel(dist.HashStore(), "interrupted", 0, 2, 60.0)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            channel.all_gather(b"")
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    until_none_runs()
+
+
+def test_a_call_that_is_stuck_is_waited_for_at_exit() -> None:
+    with pytest.raises(TimeoutError):
+        rendezvous.bounded(lambda left: left.wait(10.0) and time.sleep(0.3), 0.1)
+    assert any(not through.is_set() for through in rendezvous._left_alone)
+    start = time.monotonic()
+    rendezvous._end_threads()
+    assert time.monotonic() - start > 0.1
+    until_none_runs()
