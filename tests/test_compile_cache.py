@@ -211,8 +211,9 @@ def test_another_lowering_is_not_served_what_the_old_one_made(first: list[Told],
     assert compiled_anew(told, 0)
 
 
-# What runs while a graph is made and does not shape it: communicators tell their backends, which are in the key.
-NOT_SHAPING = {"communicator.py", "registry.py"}
+# What runs while a graph is made and does not shape it: communicators tell their backends, which are in the key; the
+# call that has it made is checked.
+NOT_SHAPING = {"checked_calls.py", "communicator.py", "registry.py"}
 SHAPING = {
     *("compiling.py", "fx_nodes.py", "fx_order.py", "grouping.py", "inductor_compat.py", "inductor_lowering.py"),
     *("inductor_order.py", "ops.py", "gradients.py", "layout.py", "projections.py"),

@@ -20,7 +20,7 @@ def until_none_runs() -> None:
 
 
 def test_an_interrupted_rendezvous_ends() -> None:
-    channel = rendezvous.Channel(dist.HashStore(), "interrupted", 0, 2, 60.0)
+    channel = rendezvous.Channel(dist.ProcessGroup(0, 2), dist.HashStore(), "interrupted", 60.0)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:

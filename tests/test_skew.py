@@ -4,6 +4,7 @@ that loop without one handshake, and with something that it keeps."""
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import random
 import threading
@@ -157,8 +158,15 @@ def _unlinked_segment() -> Any:
     return segment
 
 
+def _touched_pages() -> mmap.mmap:
+    """64 KiB, not out of what malloc has to spare."""
+    pages = mmap.mmap(-1, 64 << 10, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.write(b"x" * len(pages))
+    return pages
+
+
 LEAKS: dict[str, Callable[[], Any]] = {
-    "resident MiB": lambda: bytearray(b"x" * (64 << 10)),
+    "resident MiB": _touched_pages,
     "open descriptors": lambda: os.open("/dev/null", os.O_RDONLY),
     "threads": _sleeping_thread,
     "mapped segments": _unlinked_segment,
