@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import test_memory_faults
-import torch
 from fault_table import ALL, DEADLINE_S, DEVICE_FAULTS, FAULTS, GRAPH_STEPS, STEPS, Case, check, chosen
+from ranks import DEVICES
 
-DEVICES = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICES < 1, reason="needs a CUDA device"),

@@ -51,6 +51,12 @@ def held() -> dict[str, int]:
     }
 
 
+def grown(before: dict[str, int]) -> list[str]:
+    """What this process holds more of than it did."""
+    after = held()
+    return [f"{what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]]
+
+
 # ---- in the pool
 
 
@@ -72,8 +78,7 @@ def run_many(
             comm.close()
         del comm
     gc.collect()
-    after = held()
-    return [f"{what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]]
+    return grown(before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,10 +109,9 @@ def run_close_releases(
             exchange(comm, device)
             comm.close()
             kept.append(comm)
-        after = held()
+        return grown(before)
     finally:
         gc.enable()
-    return [f"{what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]]
 
 
 def test_close_releases(pool: ranks.RankPool) -> None:
@@ -137,10 +141,7 @@ def run_collected(rank: int, world_size: int, members: tuple[int, ...], backend:
         # What a cycle held may be a cycle of its own.
         gc.collect()
         gc.collect()
-        after = held()
-        problems += [
-            f"{how}: {what}: {before[what]} before, {after[what]} after" for what in after if after[what] > before[what]
-        ]
+        problems += [f"{how}: {what}" for what in grown(before)]
     problems += ["a result changed" for result in kept if not bool((result == 7.0).all())]
     return problems
 
@@ -185,12 +186,7 @@ def run_interrupted_close(
     except (KeyboardInterrupt, RuntimeError) as error:
         told = type(error).__name__
     comm.close()
-    after = held()
-    problems = [
-        f"{what}: {before[what]} before, {after[what]} after"
-        for what in ("fds", "threads")
-        if after[what] > before[what]
-    ]
+    problems = [what for what in grown(before) if what.startswith(("fds", "threads"))]
     wanted = "KeyboardInterrupt" if rank == members[0] else "PeerAbortError"
     return problems + ([] if (told, took_s < 15) == (wanted, True) else [f"told {told} after {took_s:.1f} s"])
 

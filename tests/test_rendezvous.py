@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ulysses_op import rendezvous
+from ulysses_op import bounded_calls, rendezvous
 
 
 def until_none_runs() -> None:
@@ -33,9 +33,9 @@ def test_an_interrupted_rendezvous_ends() -> None:
 
 def test_a_call_that_is_stuck_is_waited_for_at_exit() -> None:
     with pytest.raises(TimeoutError):
-        rendezvous.bounded(lambda left: left.wait(10.0) and time.sleep(0.3), 0.1)
-    assert any(not through.is_set() for through in rendezvous._left_alone)
+        bounded_calls.bounded(lambda left: left.wait(10.0) and time.sleep(0.3), 0.1)
+    assert any(not through.is_set() for through in bounded_calls._left_alone)
     start = time.monotonic()
-    rendezvous._end_threads()
+    bounded_calls._end_threads()
     assert time.monotonic() - start > 0.1
     until_none_runs()
