@@ -184,7 +184,7 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("own_stream", &CudaTransport::own_stream)
       .def("capture_id", &CudaTransport::capture_id, py::arg("stream"))
       .def("begin", &CudaTransport::begin, py::arg("ready"), py::arg("stream"), py::arg("readers"),
-           py::arg("capturing"), Release())
+           py::arg("capturing"), py::arg("open_ended"), Release())
       .def(
           "put",
           [](CudaTransport& self, std::shared_ptr<Route> route, uintptr_t source, uintptr_t own_target,

@@ -155,7 +155,8 @@ uint64_t CudaTransport::capture_id(uintptr_t stream) const {
   return status == CU_STREAM_CAPTURE_STATUS_NONE ? 0 : id;
 }
 
-void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing) {
+void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing,
+                          bool open_ended) {
   CudaContextGuard guard(context_);
   if (capturing) captured_.store(true);
   // The host may run ahead, but not without limit: every group in flight holds two events.
@@ -169,6 +170,7 @@ void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<ui
   join({copy_stream_, own_stream_}, stream_of(stream), event);
   joined_ = stream;
   held_back_.clear();  // of a group that was given up
+  own_slices_late_ = open_ended ? std::min<size_t>(tuning_.own_slices_late, 1) : tuning_.own_slices_late;
   if (!skip_ready_) handshake(Signal::kReady, ready);
 }
 
@@ -181,7 +183,7 @@ void CudaTransport::put(std::shared_ptr<const Route> route, uintptr_t source, ui
   for (const PitchedCopy& copy : route->plan.copies)
     copy_slice(copy, source, route->targets[static_cast<size_t>(copy.peer)], copy_stream_);
   held_back_.push_back({std::move(route), source, own_target});
-  queue_own_slices(tuning_.own_slices_late);
+  queue_own_slices(own_slices_late_);
 }
 
 void CudaTransport::queue_own_slices(size_t but_for) {

@@ -42,9 +42,9 @@ class CudaTransport {
   // What is as measuring found it best; other values are there for measuring it again.
   struct Tuning {
     bool low_priority = false;  // streams that have the callers' priority
-    // Own slices are copied by multiprocessors, each so many submissions late: beside a later copy to the peers,
-    // instead of what the caller computes until then.
-    size_t own_slices_late = 1;
+    // Own slices are copied by multiprocessors, each so many submissions late: beside later copies to the peers, instead
+    // of between what the caller computes until then. At most one late in a group whose end is not foreseen.
+    size_t own_slices_late = 3;
   };
 
   // Words of 8 bytes on a pad: 2 x world_size slots, then these.
@@ -67,8 +67,9 @@ class CudaTransport {
   uint64_t capture_id(uintptr_t stream) const;
 
   // `capturing` says that `stream` is being captured; a group begins and ends in one capture.
-  // `readers` are further streams on which earlier results may still be read.
-  void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing);
+  // `readers` are further streams on which earlier results may still be read. `open_ended`: the end does not follow the
+  // last put, but whatever the caller computes before it waits.
+  void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing, bool open_ended);
   // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream, at one of the next
   // puts or the end: the source stays until then.
   void put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream,
@@ -138,6 +139,7 @@ class CudaTransport {
   CUevent input_ready_ = nullptr;    // re-recorded by every join; a wait keeps what it saw
   std::optional<uintptr_t> joined_;  // the stream that a begin has joined, for the put right behind it
   std::deque<OwnSlice> held_back_;
+  size_t own_slices_late_ = 0;  // in this group
   // Captured events cannot be queried or waited for outside, so they are apart.
   CUevent captured_input_ready_ = nullptr;
   std::array<Ends, kMaxUnwaited> captured_ends_{};  // by group number; a wait keeps what it saw

@@ -9,7 +9,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ulysses_op import bounded_calls, rendezvous
+from ulysses_op import _C, bounded_calls, rendezvous
+from ulysses_op.errors import PeerAbortError, PeerTimeoutError
+from ulysses_op.mapping import segment_name
 
 
 def until_none_runs() -> None:
@@ -29,6 +31,24 @@ def test_an_interrupted_rendezvous_ends() -> None:
     finally:
         signal.signal(signal.SIGALRM, handler)
     until_none_runs()
+
+
+def test_a_rank_that_comes_late_finds_no_rendezvous_that_was_given_up() -> None:
+    name = segment_name()
+    segment = _C.SharedSegment.create(name, _C.Board.size_bytes(2))
+    _C.SharedSegment.unlink(name)
+    boards = [_C.Board(segment, rank, 2) for rank in range(2)]
+    store = dist.HashStore()
+    first, late = (rendezvous.Channel(dist.ProcessGroup(rank, 2), store, "late", 0.1) for rank in range(2))
+    for channel, board in zip((first, late), boards, strict=True):
+        board.register_self()
+        channel.watch(board)
+    with pytest.raises(PeerTimeoutError):
+        first.all_gather(b"")
+    transport = _C.ShmTransport(boards[0], 60.0, False, False)
+    transport.abort("abort", "rank 0: gave up")
+    with pytest.raises(PeerAbortError, match="rank 0: gave up"):
+        late.all_gather(b"")
 
 
 def test_a_call_that_is_stuck_is_waited_for_at_exit() -> None:

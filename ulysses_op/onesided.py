@@ -24,7 +24,7 @@ from .torch_compat import current_stream_handle
 _test_skip: frozenset[str] = frozenset()
 """Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
 
-_tuning = (False, 1)
+_tuning = (False, 3)
 """Of CUDA communicators built from now on, low_priority and own_slices_late of csrc/cuda_transport.h: for measuring."""
 
 POISON_VARIABLE = "ULYSSES_OP_POISON_TARGETS"
@@ -137,7 +137,7 @@ class OneSidedEngine:
         readers = self._end_loans(group, stream) if first else ()
         state.result = self._result(submission)
         if first:
-            self._transport.begin(group.ready_digest(submission), stream, readers, group.captured)
+            self._transport.begin(group.ready_digest(submission), stream, readers, group.captured, not group.tags)
         group.state.streams.add(stream)
         own_target = state.result.data_ptr() if submission.own_slice else 0
         self._transport.put(route, source, own_target, stream, group.captured)

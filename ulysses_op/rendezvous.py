@@ -142,6 +142,8 @@ class Channel:
             if attempt % 16 == 15:
                 self._give_up_if_hopeless(keys, signalling, waited_s)
             time.sleep(min(0.01, waited_s / 8 + 0.0001))
+        # The keys of ranks that have given this round up are there too, for one that stood still meanwhile.
+        self._raise_if_told()
         payloads = [bytes(self._store.get(key))[1:] for key in keys]
         # A rank is in this round only once it has read those before, and all ranks are in this one.
         for key in self._set_before[:earlier]:

@@ -97,9 +97,9 @@ def _variants(
     if not ranks.on_cuda:
         return
     for name, tuning in {
-        "streams of no priority": (True, 1),
+        "streams of no priority": (True, 3),
         "own slices at once": (False, 0),
-        "own slices at the end": (False, 3),
+        "own slices one submission late": (False, 1),
     }.items():
         with _tuned(tuning):
             tuned = Communicator(backend=communicator.backend, timeout_s=TIMEOUT_S)
