@@ -10,8 +10,8 @@
 namespace ulysses {
 namespace {
 
-// What the queue stands in, written to the own pad by the handshakes themselves.
-enum Phase : uint64_t { kIdle = 0, kAwaitReady = 1, kCopying = 2, kAwaitDone = 3 };
+// Set in the values of DONE, clear in those of READY: what is awaited tells which of them it is.
+constexpr uint64_t kDoneBit = uint64_t{1} << 63;
 
 constexpr size_t kMaxInFlight = 64;  // well under the commands that a driver queue takes
 constexpr auto kTick = std::chrono::milliseconds(20);
@@ -97,19 +97,26 @@ CUdeviceptr word(CUdeviceptr pad, size_t index) { return pad + index * sizeof(ui
 
 }  // namespace
 
-// A pad read back: slots[signal * world_size + writer], then phase and current value.
+// A pad read back: slots[signal * world_size + writer], then what is or was awaited last.
 struct CudaTransport::PadImage {
   std::vector<uint64_t> words;
   size_t world_size;
-  uint64_t phase() const { return words[2 * world_size]; }
-  uint64_t current() const { return words[2 * world_size + 1]; }
-  bool waiting() const { return phase() == kAwaitReady || phase() == kAwaitDone; }
-  Signal signal() const { return phase() == kAwaitReady ? Signal::kReady : Signal::kDone; }
+  size_t rank;
+  uint64_t awaited() const { return words[2 * world_size]; }
+  Signal signal() const { return (awaited() & kDoneBit) != 0 ? Signal::kDone : Signal::kReady; }
   size_t slot_index(size_t writer) const { return static_cast<size_t>(signal()) * world_size + writer; }
   uint64_t slot(size_t writer) const { return words[slot_index(writer)]; }
+  bool arrived(size_t writer) const { return slot(writer) == awaited(); }
+  bool waiting() const {
+    if (awaited() == 0) return false;  // no group so far
+    for (size_t writer = 0; writer < world_size; ++writer) {
+      if (writer != rank && !arrived(writer)) return true;
+    }
+    return false;
+  }
 };
 
-size_t CudaTransport::pad_bytes(int world_size) { return (2 * static_cast<size_t>(world_size) + 2) * sizeof(uint64_t); }
+size_t CudaTransport::pad_bytes(int world_size) { return (2 * static_cast<size_t>(world_size) + 1) * sizeof(uint64_t); }
 
 CudaTransport::CudaTransport(uintptr_t context, std::shared_ptr<Board> board, std::vector<uintptr_t> pads,
                              double timeout_s, bool skip_ready, bool skip_done, Tuning tuning)
@@ -227,22 +234,22 @@ void CudaTransport::wait(uintptr_t stream, uint64_t number, bool capturing) {
 void CudaTransport::handshake(Signal signal, uint64_t value) {
   const auto rank = static_cast<size_t>(board_->rank());
   const auto world_size = static_cast<size_t>(board_->world_size());
-  const size_t row = static_cast<size_t>(signal) * world_size;
-  const CUdeviceptr own = pads_[rank];
   const bool ready = signal == Signal::kReady;
+  const size_t row = ready ? 0 : world_size;
+  const CUdeviceptr own = pads_[rank];
+  value = ready ? value & ~kDoneBit : value | kDoneBit;
   operations_.clear();
-  operations_.push_back(write_operation(word(own, 2 * world_size + 1), value));
-  operations_.push_back(write_operation(word(own, 2 * world_size), ready ? kAwaitReady : kAwaitDone));
-  for (size_t step = 1; step < world_size; ++step) {
-    operations_.push_back(write_operation(word(pads_[(rank + step) % world_size], row + rank), value));
-  }
-  for (size_t step = 1; step < world_size; ++step) {
-    operations_.push_back(wait_operation(word(own, row + (rank + step) % world_size), value));
-  }
-  for (size_t step = 1; step < world_size; ++step) {
-    operations_.push_back(write_operation(word(own, row + (rank + step) % world_size), 0));
-  }
-  operations_.push_back(write_operation(word(own, 2 * world_size), ready ? kCopying : kIdle));
+  const auto each_peer = [&](const auto& operation) {
+    for (size_t step = 1; step < world_size; ++step) operations_.push_back(operation((rank + step) % world_size));
+  };
+  const auto zero = [&](size_t slots) {
+    each_peer([&](size_t peer) { return write_operation(word(own, slots + peer), 0); });
+  };
+  zero(world_size - row);
+  each_peer([&](size_t peer) { return write_operation(word(pads_[peer], row + rank), value); });
+  operations_.push_back(write_operation(word(own, 2 * world_size), value));  // while the peers' signals travel
+  each_peer([&](size_t peer) { return wait_operation(word(own, row + peer), value); });
+  if (skip_ready_ || skip_done_) zero(row);  // which the other handshake does not do then
   ULYSSES_CUDA(cuStreamBatchMemOp, copy_stream_, static_cast<unsigned>(operations_.size()), operations_.data(), 0);
 }
 
@@ -374,9 +381,12 @@ void CudaTransport::look() {
   std::vector<int> silent;
   for (int peer = 0; peer < board_->world_size(); ++peer) {
     if (peer == board_->rank()) continue;
-    const uint64_t slot = pad.slot(static_cast<size_t>(peer));
-    if (slot == 0) silent.push_back(peer);
-    if (slot != 0 && slot != pad.current()) failure.peers.push_back(peer);
+    const auto writer = static_cast<size_t>(peer);
+    if (pad.slot(writer) == 0) {
+      silent.push_back(peer);
+    } else if (!pad.arrived(writer)) {
+      failure.peers.push_back(peer);
+    }
   }
   failure.kind = Failure::Kind::kMismatch;
   if (failure.peers.empty()) {
@@ -398,7 +408,7 @@ CudaTransport::PadImage CudaTransport::read_pad() {
   ULYSSES_CUDA(cuMemcpyDtoHAsync, host_pad_, pads_[static_cast<size_t>(board_->rank())], bytes, watch_stream_);
   ULYSSES_CUDA(cuStreamSynchronize, watch_stream_);
   return {std::vector<uint64_t>(host_pad_, host_pad_ + bytes / sizeof(uint64_t)),
-          static_cast<size_t>(board_->world_size())};
+          static_cast<size_t>(board_->world_size()), static_cast<size_t>(board_->rank())};
 }
 
 void CudaTransport::fail(Failure failure) {
@@ -420,8 +430,8 @@ void CudaTransport::release_waits() {
   if (!pad.waiting()) return;
   const auto rank = static_cast<size_t>(board_->rank());
   for (size_t peer = 0; peer < pads_.size(); ++peer) {
-    if (peer == rank || pad.slot(peer) == pad.current()) continue;
-    ULYSSES_CUDA(cuStreamWriteValue64, watch_stream_, word(pads_[rank], pad.slot_index(peer)), pad.current(),
+    if (peer == rank || pad.arrived(peer)) continue;
+    ULYSSES_CUDA(cuStreamWriteValue64, watch_stream_, word(pads_[rank], pad.slot_index(peer)), pad.awaited(),
                  CU_STREAM_WRITE_VALUE_DEFAULT);
   }
   ULYSSES_CUDA(cuStreamSynchronize, watch_stream_);

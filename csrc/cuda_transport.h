@@ -28,26 +28,27 @@ namespace ulysses {
 // end(d): DONE.
 // wait(g): a stream waits for group g's end and for its own slices.
 //
-// READY and DONE each are one batch of stream memory operations: publish the value in every peer's slot, wait until
-// every own slot EQUALS it, set those to 0. The values are constants of the call site, so that captured groups can be
-// replayed between eager ones.
+// READY and DONE each are one batch of stream memory operations: set the own slots of the other one to 0, publish the
+// value in every peer's slot, wait until every own slot EQUALS it. A peer writes a slot again only after the handshake
+// behind this one, and every write takes the queue most of a microsecond. The values are constants of the call site, so
+// that captured groups can be replayed between eager ones.
 //
-// A watcher thread looks at groups that take long: it reads the pad (slots, phase, current value) over a stream of its
-// own, and reports a peer that signalled something else, that has ended, that gave up, or that did not signal within
-// timeout_s. After a failure, whoever found it tells the peers, and then the watcher sets the own slots itself, for
-// queued groups and replayed ones alike, until shutdown: the GPU stays usable, and what is exchanged from then on is
-// void.
+// A watcher thread looks at groups that take long: it reads the pad (slots, and the value awaited last) over a stream
+// of its own, and reports a peer that signalled something else, that has ended, that gave up, or that did not signal
+// within timeout_s. After a failure, whoever found it tells the peers, and then the watcher sets the own slots itself,
+// for queued groups and replayed ones alike, until shutdown: the GPU stays usable, and what is exchanged from then on
+// is void.
 class CudaTransport {
  public:
   // What is as measuring found it best; other values are there for measuring it again.
   struct Tuning {
     bool low_priority = false;  // streams that have the callers' priority
-    // Own slices are copied by multiprocessors, each so many submissions late: beside later copies to the peers, instead
-    // of between what the caller computes until then. At most one late in a group whose end is not foreseen.
+    // Own slices are copied by multiprocessors, each so many submissions late: beside later copies to the peers,
+    // instead of between what the caller computes until then. At most one late in a group whose end is not foreseen.
     size_t own_slices_late = 3;
   };
 
-  // Words of 8 bytes on a pad: 2 x world_size slots, then these.
+  // Words of 8 bytes on a pad: 2 x world_size slots, then the value that was awaited last.
   static size_t pad_bytes(int world_size);
 
   // `context` is the one to work in (cuda_current_context()). `pads` holds every rank's pad as mapped here, all of them

@@ -20,6 +20,8 @@
  * Parameters (spin -Dname=value)
  *   P ranks (2 to 4), N groups, K submissions a group (1 to 3: v, q, k)
  *   ALT           two call sites with digests of their own take turns (else one call site: equal digests in all groups)
+ *   RESET_NEXT    slots are zeroed in front of the writing of the next handshake, as on GPUs (else right behind the
+ *                 wait, as on CPUs)
  *   OWN_EARLY     the own slice of the first submission is written before READY (COARSE without SPLIT: all of them)
  *   SPLIT         the waiting stream W is not the caller's stream S
  *   TAGS          SPLIT, ALT: each call site has targets and a waiting stream of its own, and lends its results until
@@ -38,6 +40,7 @@
  *   SHARED_SLOT            READY and DONE use one slot a peer
  *   NO_RESET               consumed slots are not zeroed
  *   RESET_READY_LATE       READY slots are zeroed behind the writing of DONE
+ *   RESET_DONE_LATE        RESET_NEXT: DONE slots are zeroed behind the writing of READY
  *   READY_UNORDERED        READY does not stand behind this rank's last reader
  *   DONE_BEFORE_LAST_COPY  DONE overtakes the last submission
  *   NO_JOIN_C              SPLIT: READY does not wait for the previous group's waiting stream
@@ -310,9 +313,15 @@ proctype Copy(byte r) {
 #endif
 #endif
 #ifndef NO_READY
+#if defined(RESET_NEXT) && !defined(RESET_DONE_LATE)
+       reset(DONE);
+#endif
        raise(READY, R(r, g));
+#ifdef RESET_DONE_LATE
+       reset(DONE);
+#endif
        await(READY, R(r, g), 2 * g - 1);
-#ifndef RESET_READY_LATE
+#if !defined(RESET_READY_LATE) && !defined(RESET_NEXT)
        reset(READY);
 #endif
 #endif
@@ -325,6 +334,9 @@ proctype Copy(byte r) {
        submit(t);
 #endif
 #ifndef NO_DONE
+#if defined(RESET_NEXT) && !defined(RESET_READY_LATE)
+       reset(READY);
+#endif
        raise(DONE, D(r, g));
 #ifdef RESET_READY_LATE
        reset(READY);
@@ -333,7 +345,9 @@ proctype Copy(byte r) {
        submit(t);
 #endif
        await(DONE, D(r, g), 2 * g);
+#ifndef RESET_NEXT
        reset(DONE);
+#endif
 #endif
        d_step {
          event_c[r] = g;

@@ -30,6 +30,15 @@ configurations() {
 2 ranks, join of S stands in for C's    |quick|pass    |P=2 N=4 K=3 ALT SPLIT OWN_EARLY NO_JOIN_C
 2 ranks, tags with W of their own       |quick|pass    |P=2 N=4 K=1 ALT SPLIT TAGS
 2 ranks, the same, own slice early      |quick|pass    |P=2 N=4 K=1 ALT SPLIT TAGS OWN_EARLY
+2 ranks, late resets                    |quick|pass    |P=2 N=4 K=3 ALT RESET_NEXT
+2 ranks, late resets, W is not S        |quick|pass    |P=2 N=4 K=3 ALT SPLIT OWN_EARLY RESET_NEXT
+2 ranks, late resets, tags              |quick|pass    |P=2 N=4 K=1 ALT SPLIT TAGS RESET_NEXT
+2 ranks, late resets, READY differs     |quick|blocked |P=2 N=3 K=3 ALT MIS=1 RESET_NEXT
+2 ranks, late resets, DONE differs      |quick|blocked |P=2 N=3 K=3 ALT MIS=2 RESET_NEXT
+2 ranks, late resets, a group left out  |quick|blocked |P=2 N=3 K=3 ALT MIS=3 RESET_NEXT
+2 ranks, late resets, monitored         |quick|pass    |P=2 N=3 K=2 ALT MONITOR RESET_NEXT
+2 ranks, late resets, late              |quick|pass    |P=2 N=2 K=2 ALT LATE RESET_NEXT
+2 ranks, late resets, one dies          |quick|pass    |P=2 N=3 K=2 ALT DIES RESET_NEXT
 2 ranks, no cycle                       |quick|acyclic |P=2 N=4 K=3 ALT
 2 ranks, READY differs                  |quick|blocked |P=2 N=3 K=3 ALT MIS=1
 2 ranks, DONE differs                   |quick|blocked |P=2 N=3 K=3 ALT MIS=2
@@ -45,6 +54,7 @@ configurations() {
 2 ranks, one dies                       |quick|pass    |P=2 N=3 K=2 ALT DIES
 3 ranks                                 |quick|pass    |P=3 N=3 K=3 COARSE
 3 ranks, two call sites                 |quick|pass    |P=3 N=3 K=3 ALT COARSE
+3 ranks, late resets                    |quick|pass    |P=3 N=3 K=3 ALT COARSE RESET_NEXT
 3 ranks, two call sites, not coarse     |full |pass    |P=3 N=2 K=2 ALT
 3 ranks, no cycle                       |quick|acyclic |P=3 N=3 K=3 ALT COARSE
 3 ranks, W is not S                     |full |pass    |P=3 N=2 K=1 ALT SPLIT COARSE
@@ -59,6 +69,7 @@ configurations() {
 3 ranks, one dies, 1 gives up, 0 is late|quick|blocked |P=3 N=2 K=1 DIES IMPATIENT=1 COARSE
 4 ranks                                 |full |pass    |P=4 N=3 K=2 COARSE
 4 ranks, two call sites                 |full |pass    |P=4 N=3 K=3 ALT COARSE
+4 ranks, late resets                    |full |pass    |P=4 N=3 K=3 ALT COARSE RESET_NEXT
 4 ranks, READY differs                  |full |blocked |P=4 N=3 K=1 ALT MIS=1 COARSE
 4 ranks, DONE differs                   |full |blocked |P=4 N=3 K=1 ALT MIS=2 COARSE
 4 ranks, a group left out               |full |blocked |P=4 N=3 K=1 ALT MIS=3 COARSE
@@ -70,6 +81,8 @@ mutation: no reset                      |quick|lost-signal|P=2 N=3 K=2 NO_RESET
 mutation: no reset, unchecked           |quick|overwrite,wrong-data|P=2 N=3 K=2 NO_RESET UNCHECKED_SLOTS
 mutation: late reset of READY           |quick|lost-signal|P=2 N=3 K=2 RESET_READY_LATE
 mutation: late reset, unchecked         |quick|stuck   |P=2 N=3 K=2 RESET_READY_LATE UNCHECKED_SLOTS
+mutation: late resets, READY's later    |quick|lost-signal|P=2 N=3 K=2 RESET_NEXT RESET_READY_LATE
+mutation: late resets, DONE's later     |quick|lost-signal,stuck|P=2 N=3 K=2 RESET_NEXT RESET_DONE_LATE
 mutation: READY before last reader      |quick|overwrite,wrong-data|P=2 N=3 K=2 READY_UNORDERED
 mutation: DONE before last copy         |quick|wrong-data|P=2 N=3 K=2 DONE_BEFORE_LAST_COPY
 mutation: C does not wait for W         |quick|overwrite,wrong-data|P=2 N=3 K=2 SPLIT NO_JOIN_C
