@@ -28,11 +28,13 @@ from .measure import (
     Effort,
     Outputs,
     Ranks,
+    Thunk,
     format_table,
     measure,
     median_of,
     number,
 )
+from .other_packages import Way, fast_ulysses, ways
 from .profiles import Shape
 
 ONE_SIDED = {"cuda": "symm_mem", "cpu": "shm"}
@@ -77,7 +79,6 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: tor
 
 
 Norm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Thunk = Callable[[], torch.Tensor]
 Exchanges = tuple[
     Callable[[torch.Tensor, Thunk, Thunk], tuple[torch.Tensor, ...]],  # (B, S_local, 3, H, D), what computes q and k
     Callable[[torch.Tensor], torch.Tensor],
@@ -110,6 +111,10 @@ def block(inputs: Inputs, shape: Shape, norm: Norm, exchanges: Exchanges, attent
 
 def by_packs(packed: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]) -> Exchanges:
     return lambda fused, q, k: packed((q(), k(), fused[:, :, 2])), gather_by_pack
+
+
+def by_way(way: Way) -> Exchanges:
+    return lambda fused, q, k: way.scatter(fused[:, :, 2], q, k), way.gather
 
 
 def by_group(communicator: Communicator, lent: bool) -> Exchanges:
@@ -177,11 +182,11 @@ def block_table(shape: Shape, dtype: torch.dtype, attention: str, effort: Effort
     norm, norm_name = compiled_norm(inputs, shape, ranks)
     process_group = "nccl" if ranks.on_cuda else "gloo"
 
-    def contender(name: str, exchanges: Exchanges) -> Contender:
+    def contender(name: str, exchanges: Exchanges, not_captured: str = "") -> Contender:
         def run(inputs: Inputs) -> Outputs:
             return block(inputs, shape, norm, exchanges, ATTENTIONS[attention])
 
-        return Contender(name, run)
+        return Contender(name, run, not_captured=not_captured)
 
     contenders = [
         contender(f"{process_group}, 3 packs", by_packs(lambda x: tuple(map(scatter_by_pack, x)))),
@@ -189,6 +194,10 @@ def block_table(shape: Shape, dtype: torch.dtype, attention: str, effort: Effort
         contender(f"{process_group}, 1 pack, strided results", by_packs(scatter_in_one_pack_strided)),
     ]
     with ExitStack() as stack:
+        if (other := fast_ulysses(stack, ranks)) is not None:
+            contenders += [
+                contender(way.name, by_way(way), way.not_captured) for way in ways(other, shape, dtype, ranks)
+            ]
         for backend, communicator in communicators(stack, ranks, [ONE_SIDED[ranks.device.type]]).items():
             for lent in (False, True):
                 name = label(backend, f"V first, o by {'a group' if lent else 'gather_heads()'}")

@@ -23,9 +23,10 @@ from .block import (
     ONE_SIDED,
     Exchanges,
     Inputs,
-    Thunk,
     block,
+    by_way,
     check_close,
+    compiled_norm,
     make_inputs,
     norm_rope,
     print_block_table,
@@ -33,7 +34,8 @@ from .block import (
 )
 from .contenders import by_peer, communicators, label
 from .device_timeline import COPY, Span, overlap, record, split_steps, total
-from .measure import Contender, Effort, Outputs, Ranks, format_table, measure
+from .measure import Contender, Effort, Outputs, Ranks, Thunk, format_table, measure
+from .other_packages import Way, fast_ulysses, ways
 from .profiles import Shape
 
 PASS, WHOLE, PLAIN = "ulysses_op.compile", "the same, projections whole", "torch.compile"
@@ -91,6 +93,15 @@ def compiled_table(shape: Shape, dtype: torch.dtype, attention: str, effort: Eff
         for backend, communicator in made.items():
             for name, compiler in COMPILERS.items():
                 contenders.append(contender(label(backend, name), compiler, by_functions(communicator)))
+        if (other := fast_ulysses(stack, ranks)) is not None:
+            norm, _ = compiled_norm(inputs, shape, ranks)
+
+            def by_hand(way: Way, inputs: Inputs) -> Outputs:
+                return block(inputs, shape, norm, by_way(way), ATTENTIONS[attention])
+
+            for way in ways(other, shape, dtype, ranks):
+                run = partial(by_hand, way)
+                contenders.append(Contender(f"{way.name}, by hand", run, not_captured=way.not_captured))
         if one_sided in made:
             least = without_communication(made[one_sided], shape, ranks.device)
             contenders.append(contender(BOUND, compile_exchanges, least))

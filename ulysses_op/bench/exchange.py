@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from .measure import (
     number,
     ratio,
 )
+from .other_packages import Way, fast_ulysses, ways
 from .profiles import Shape
 
 BACKENDS = {"cuda": ("symm_mem", "cuda_ipc", "c10d"), "cpu": ("shm", "c10d")}
@@ -123,6 +125,8 @@ def exchange_tables(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ran
     sent = sets[0].q.numel() * (ranks.world_size - 1) // ranks.world_size
     with ExitStack() as stack:
         usable = communicators(stack, ranks, BACKENDS[ranks.device.type])
+        other = fast_ulysses(stack, ranks)
+        theirs = [] if other is None else ways(other, shape, dtype, ranks)
 
         def by_package(run: Callable[[Communicator, Inputs], Outputs], what: str = "") -> Iterator[Contender]:
             for backend, communicator in usable.items():
@@ -136,18 +140,28 @@ def exchange_tables(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ran
             Contender(f"{process_group}, 3 packs", lambda x: tuple(map(scatter_by_pack, (x.q, x.k, x.v)))),
             Contender(f"{process_group}, 1 pack", lambda x: scatter_in_one_pack((x.q, x.k, x.v))),
             Contender(f"{process_group}, 1 pack, strided results", lambda x: scatter_in_one_pack_strided(x[:3])),
+            *(Contender(way.name, partial(_scatter_by, way), not_captured=way.not_captured) for way in theirs),
             *by_package(lambda communicator, x: scatter_group(communicator, x.q, x.k, x.v)),
         ]
         expected = [[reference_scatter(x, ranks) for x in inputs[:3]] for inputs in sets]
         scatter = exchange_table("scatter of q, k, v", shape, 3 * sent, scatters, expected, sets, effort, ranks)
         gathers = [
             Contender(f"{process_group}, 1 pack", lambda x: (gather_by_pack(x.o),)),
+            *(Contender(way.name, partial(_gather_by, way), not_captured=way.not_captured) for way in theirs),
             *by_package(lambda communicator, x: gather_group(communicator, x.o), "in a group"),
             *by_package(lambda communicator, x: (communicator.gather_heads(x.o),), "gather_heads()"),
         ]
         expected = [[reference_gather(inputs.o, ranks)] for inputs in sets]
         gather = exchange_table("gather of o", shape, sent, gathers, expected, sets, effort, ranks)
     return [scatter, gather]
+
+
+def _scatter_by(way: Way, inputs: Inputs) -> Outputs:
+    return way.scatter(inputs.v, lambda: inputs.q, lambda: inputs.k)
+
+
+def _gather_by(way: Way, inputs: Inputs) -> Outputs:
+    return (way.gather(inputs.o),)
 
 
 def exchange_table(

@@ -30,6 +30,7 @@ _ROUNDS_A_LOOK = 10  # rounds between two looks at the budget
 
 
 Outputs = tuple[torch.Tensor, ...]
+Thunk = Callable[[], torch.Tensor]
 
 
 class Effort(NamedTuple):
@@ -45,11 +46,13 @@ class Contender:
 
     run: takes an input set and returns its outputs, which are valid until it runs again.
     check: takes the number of an input set and the outputs, and raises if these are wrong; None has nothing checked.
+    not_captured: why it is not tried in CUDA graphs, where it is not.
     """
 
     name: str
     run: Callable[[Any], Outputs]
     check: Callable[[int, Outputs], None] | None = None
+    not_captured: str = ""
 
 
 @dataclass
@@ -233,6 +236,8 @@ def _capture(ranks: Ranks, contender: Contender, sets: Sequence[Any], replays: l
     def capture(inputs: Any) -> None:
         replays.append(Replay(contender, inputs))
 
+    if contender.not_captured:
+        return contender.not_captured
     for index, inputs in enumerate(sets):
         # A captured group keeps the targets that it finds, so each capture needs an eager run of its own.
         reason = ranks.attempt(partial(contender.run, inputs))
