@@ -91,11 +91,11 @@ def run_layers(
     )
     rng = random.Random(5)
     wrong, codes = [], []
-    least = 0 if how == "in parts" else projections.min_product
+    least = 0 if how == "in parts" else projections.min_part
     with (
         torch.no_grad(),
         inductor_config.patch(force_disable_caches=True),
-        mock.patch.object(projections, "min_product", least),
+        mock.patch.object(projections, "min_part", least),
     ):
         for call in range(calls):
             x = torch.randn(1, LENGTH, heads * DIM, generator=generator, device="cuda").bfloat16()

@@ -425,7 +425,7 @@ def run_recorded(rank: int, world_size: int, folder: Path) -> tuple[int, str, li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Communicator, "_submit_exchange", spy)
         patch.setattr(command, "record", fake)
-        patch.setattr(projections, "min_product", 0)
+        patch.setattr(projections, "min_part", 0)
         status, told = run_trace(rank, world_size, folder, ("--shape", "1,8,4,8"), "shm")
     return status, told, orders
 

@@ -177,15 +177,15 @@ def attempt(call: Callable[[], Found]) -> Found | Exception:
 @contextlib.contextmanager
 def as_in(variant: str) -> Iterator[None]:
     """What the variant NO_FIRST does without, and IN_PARTS does with more."""
-    kept = inductor_order._earlier_submissions_first, projections.min_product
+    kept = inductor_order._earlier_submissions_first, projections.min_part
     if variant.startswith(NO_FIRST):
         inductor_order._earlier_submissions_first = lambda graph, group, each: None
     if variant.startswith(IN_PARTS):
-        projections.min_product = 0
+        projections.min_part = 0
     try:
         yield
     finally:
-        inductor_order._earlier_submissions_first, projections.min_product = kept
+        inductor_order._earlier_submissions_first, projections.min_part = kept
 
 
 def examine(

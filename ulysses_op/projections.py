@@ -36,10 +36,10 @@ _MM, _ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 _SLICE, _VIEW, _AS_STRIDED = torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.as_strided.default
 _ACCUMULATE = torch.ops.ulysses_op.accumulate_mm_.default
 _WAITS = (torch.ops.ulysses_op.wait_.default, torch.ops.ulysses_op.wait_.uncaptured)
-_OWN_SLICE = 11  # among a submission's arguments
+_OWN_SLICE, _OWN_AT_ONCE = 11, 13  # among a submission's arguments
 
-min_product = 10**11
-"""The least M * N * K of a product that is taken apart: in a smaller one, a second kernel costs more than is gained."""
+min_part = 3 * 10**10
+"""The least M * N * K of the parts of a product: where one were smaller, a second kernel costs more than is gained."""
 
 
 @dataclass
@@ -54,13 +54,13 @@ class _Product:
 
 
 def _product_of(node: Node) -> _Product | None:
-    """None where ``node`` is no product, or none that can be taken apart and is worth it."""
+    """None where ``node`` is no product, or none that can be taken apart."""
     if node.target not in (_MM, _ADDMM) or node.kwargs:
         return None
     arguments: Any = node.args
     bias, x, weight = arguments if node.target is _ADDMM else (None, *arguments)
     out, left = _value(node), _value(x)
-    if not _is_static(out, left) or not out.is_contiguous() or out.numel() * left.shape[1] < min_product:
+    if not _is_static(out, left) or not out.is_contiguous():
         return None
     if bias is not None and tuple(_value(bias).shape) != (out.shape[1],):
         return None
@@ -80,7 +80,11 @@ def _split_before(graph: Graph, flight: Flight) -> list[str]:
     needed = {first, *ancestors([first])}
     shared = needed & ancestors(others)
     products = [_product_of(node) for node in graph.nodes if node in shared]
-    return [product.node.name for product in products if product is not None and _split(graph, product, needed)]
+    apart = [product.node.name for product in products if product is not None and _split(graph, product, needed)]
+    if apart:
+        # The rest of the product comes next, and leaves multiprocessors to the copy as it ends.
+        first.update_arg(_OWN_AT_ONCE, True)
+    return apart
 
 
 @dataclass
@@ -100,6 +104,9 @@ def _split(graph: Graph, product: _Product, needed_first: set[Node]) -> bool:
     runs = [list(run) for _, run in groupby(sorted(parts, key=lambda part: part.start), key=lambda part: part.is_first)]
     bounds = [(run[0].start, max(part.stop for part in run)) for run in runs]
     if len(runs) < 2 or any(stop > start for (_, stop), (start, _) in pairwise(bounds)):
+        return False
+    rows, depth = _value(product.x).shape
+    if min(stop - start for start, stop in bounds) * rows * depth < min_part:
         return False
     for run, (start, stop) in zip(runs, bounds, strict=True):
         with graph.inserting_before(product.node):
@@ -178,6 +185,8 @@ def _split_behind(graph: Graph, flight: Flight, rank_of: Callable[[str], int]) -
         return []
     rows, (start, stop) = own
     depth = _value(product.x).shape[1]
+    if min(stop - start, depth - stop + start) * product.out.numel() < min_part:
+        return []
     with graph.inserting_before(flight.wait):
         x = _call(graph, _SLICE, submit.args[0], 1, *rows)
         x = _call(graph, _VIEW, x, [product.out.shape[0], stop - start])
