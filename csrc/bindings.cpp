@@ -188,10 +188,9 @@ void bind_cuda(py::module_& m) {
       .def(
           "put",
           [](CudaTransport& self, std::shared_ptr<Route> route, uintptr_t source, uintptr_t own_target,
-             bool own_at_once, uintptr_t stream,
-             bool capturing) { self.put(std::move(route), source, own_target, own_at_once, stream, capturing); },
-          py::arg("route"), py::arg("source"), py::arg("own_target"), py::arg("own_at_once"), py::arg("stream"),
-          py::arg("capturing"), Release())
+             uintptr_t stream, bool capturing) { self.put(std::move(route), source, own_target, stream, capturing); },
+          py::arg("route"), py::arg("source"), py::arg("own_target"), py::arg("stream"), py::arg("capturing"),
+          Release())
       .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"), Release())
       .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("number"), py::arg("capturing"), Release())
       .def("failure", &CudaTransport::failure)

@@ -181,8 +181,8 @@ void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<ui
   if (!skip_ready_) handshake(Signal::kReady, ready);
 }
 
-void CudaTransport::put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, bool own_at_once,
-                        uintptr_t stream, bool capturing) {
+void CudaTransport::put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream,
+                        bool capturing) {
   CudaContextGuard guard(context_);
   CUevent event = capturing ? captured_input_ready_ : input_ready_;
   if (joined_ != stream) join({copy_stream_, own_stream_}, stream_of(stream), event);
@@ -190,7 +190,7 @@ void CudaTransport::put(std::shared_ptr<const Route> route, uintptr_t source, ui
   for (const PitchedCopy& copy : route->plan.copies)
     copy_slice(copy, source, route->targets[static_cast<size_t>(copy.peer)], copy_stream_);
   held_back_.push_back({std::move(route), source, own_target});
-  queue_own_slices(own_at_once ? 0 : own_slices_late_);
+  queue_own_slices(own_slices_late_);
 }
 
 void CudaTransport::queue_own_slices(size_t but_for) {

@@ -71,10 +71,10 @@ class CudaTransport {
   // `readers` are further streams on which earlier results may still be read. `open_ended`: the end does not follow the
   // last put, but whatever the caller computes before it waits.
   void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing, bool open_ended);
-  // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream: now if `own_at_once`,
-  // else at one of the next puts or the end; the source stays until then.
-  void put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, bool own_at_once,
-           uintptr_t stream, bool capturing);
+  // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream, at one of the next
+  // puts or the end: the source stays until then.
+  void put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream,
+           bool capturing);
   // The number of the group that ends. Later groups may begin before it is waited for, kMaxUnwaited at most.
   uint64_t end(uint64_t done, bool capturing);
   void wait(uintptr_t stream, uint64_t number, bool capturing);

@@ -73,8 +73,6 @@ def test_columns_that_leave_first_are_a_product_of_their_own() -> None:
     first, second = (node for node in nodes if node.target is torch.ops.aten.mm.default)
     submits = [node for node in nodes if node.target is OPS.submit.default]
     assert nodes.index(first) < nodes.index(submits[0]) < nodes.index(second) < nodes.index(submits[1])
-    # Only what leaves ahead of the rest of a product has its own slice copied at once.
-    assert [submit.args[13] for submit in submits] == [True, False, False]
     assert first.args[1].args == (module.graph.find_nodes(op="placeholder")[1], 1, 2 * WIDTH, 3 * WIDTH)
     for submit in submits:
         assert submit.args[0].meta["val"].shape == (1, ROWS, HEADS, DIM)
@@ -182,7 +180,7 @@ def test_own_heads_are_multiplied_while_the_others_travel() -> None:
     important = [name for name in ops if name in ("submit", "mm", "wait_", "accumulate_mm_")]
     assert important == ["submit", "mm", "wait_", "accumulate_mm_"]
     (submit,) = module.graph.find_nodes(op="call_function", target=OPS.submit.default)
-    assert submit.args[11:13] == (False, False)  # without the own slice, not lent yet
+    assert submit.args[11:] == (False, False)  # without the own slice, not lent yet
     # Rank 1 of two: the later rows of its input, the later rows of the weight.
     o, weight = module.graph.find_nodes(op="placeholder")
     (product,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)

@@ -13,7 +13,7 @@ import torch
 
 from .communicator import Communicator
 from .errors import UlyssesError
-from .exchange_group import ExchangeGroup, OwnSlice
+from .exchange_group import ExchangeGroup
 from .layout import Direction, HeadRanges
 
 complete_at_submit = False
@@ -38,7 +38,7 @@ class AsyncExchange:
         tag: str,
         tags: Sequence[str],
         name: str,
-        own_slice: OwnSlice,
+        own_slice: bool,
         lend: bool,
     ) -> torch.Tensor:
         """Submit ``x`` as ``tag`` of the group of ``tags``, which begins with the first; where its result will be.
@@ -46,7 +46,7 @@ class AsyncExchange:
         name: of the exchange in the program, which the peers compare: graphs that order the same exchanges in two ways
         give them the same tags.
 
-        own_slice: whether, and when, the result gets what this rank would send to itself, too.
+        own_slice: whether the result has what this rank would send to itself, too.
 
         lend: the result may be the target itself; the caller sees to it that it is used for the last time before the
         next submission with that tag and direction.

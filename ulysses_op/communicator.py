@@ -19,7 +19,7 @@ from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
 from .engine import Engine
 from .errors import BrokenCommunicatorError, TargetError, kind_of_error
-from .exchange_group import ExchangeGroup, OwnSlice, Submission, call_op
+from .exchange_group import ExchangeGroup, Submission, call_op
 from .flight_record import FlightRecord, dump_on_failure, flight_record
 from .gradients import DifferentiableExchange
 from .layout import Direction, Exchange, HeadRanges
@@ -276,7 +276,7 @@ class Communicator:
         final: bool,
         owned: bool,
         name: str = "",
-        own_slice: OwnSlice = OwnSlice.LATE,
+        own_slice: bool = True,
     ) -> None:
         self._check_usable()
         if group.waited:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +15,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .communicator import Communicator
-
-
-class OwnSlice(Enum):
-    """When what a rank would send to itself is copied into its result. Its own affair; on CUDA only."""
-
-    LATE = "late"  # beside copies to the peers
-    AT_ONCE = "at once"  # behind what the caller has enqueued by then
-    LEFT_OUT = "left out"  # not at all: also elsewhere
 
 
 class Submission:
@@ -42,7 +33,7 @@ class Submission:
         owned: bool,
         final: bool,
         name: str = "",
-        own_slice: OwnSlice = OwnSlice.LATE,
+        own_slice: bool = True,
     ) -> None:
         self.tag = tag
         self.final = final

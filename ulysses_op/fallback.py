@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import MismatchError, PeerTimeoutError
-from .exchange_group import ExchangeGroup, OwnSlice, Submission, digest_of
+from .exchange_group import ExchangeGroup, Submission, digest_of
 from .layout import Exchange, Region
 from .rendezvous import Channel
 
@@ -86,7 +86,7 @@ class C10dEngine:
         for submission in group.submissions:
             exchange, x = submission.exchange, submission.x.detach()
             work, received, counts, _, result = submission.state
-            if submission.own_slice is not OwnSlice.LEFT_OUT:
+            if submission.own_slice:
                 result[exchange.own_dest(self.rank)].copy_(x[exchange.own_source(self.rank)])
             self._await(work, repr(submission.tag))
             for peer, piece in enumerate(received.split(counts)):

@@ -225,7 +225,7 @@ def _rewrite(graph: Graph, members: Sequence[Node], uncaptured: bool) -> Flight:
         direction = "scatter_heads" if member.target is _SCATTER else "gather_heads"
         exchange = (x, communicator, world_size, rank, heads, seq_lens, bool(replicas and replicas[0]))
         with graph.inserting_before(member):
-            submit = graph.call_function(submit_op, (*exchange, direction, "", [], member.name, True, False, False))
+            submit = graph.call_function(submit_op, (*exchange, direction, "", [], member.name, True, False))
         submit.meta.update(member.meta)
         submits.append(submit)
     last = max(members, key=list(graph.nodes).index)

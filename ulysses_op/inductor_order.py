@@ -35,7 +35,7 @@ _FUNCTIONAL = (
     *(_OPS.scatter_heads.default, _OPS.scatter_heads.uncaptured),
     *(_OPS.gather_heads.default, _OPS.gather_heads.uncaptured),
 )
-_COMMUNICATOR, _DIRECTION, _TAG, _TAGS, _LEND = 1, 7, 8, 9, 12  # among a submission's arguments
+_COMMUNICATOR, _DIRECTION, _TAG, _TAGS = 1, 7, 8, 9  # among a submission's arguments
 
 
 def keep_order(nodes: list[Any], report: Report | None) -> list[Any]:
@@ -147,11 +147,9 @@ def _lend(graph: _Nodes, groups: Sequence[_Group], report: Report | None) -> Non
             if again:
                 for reader in readers:
                     graph.order(reader, again[0])
-            arguments, constants = arguments_of(submit), list(submit.node.constant_args)
-            constants[_LEND - len(arguments)] = True  # those behind it are of one value each
-            submit.node.constant_args = tuple(constants)
+            submit.node.constant_args = (*submit.node.constant_args[:-1], True)  # its last argument, ``lend``
             V.graph.never_reuse_buffers.update(uses.names(submit))
-            lent.append(arguments[_TAG])
+            lent.append(arguments_of(submit)[_TAG])
             if report is not None and index < len(report.groups):
                 report.groups[index].lent.append(lent[-1])
     logger.info("lent: %s", ", ".join(lent) or "nothing")

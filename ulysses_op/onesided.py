@@ -12,7 +12,7 @@ import torch
 
 from . import _C
 from .errors import BrokenCommunicatorError, error_of_kind
-from .exchange_group import ExchangeGroup, OwnSlice, Submission
+from .exchange_group import ExchangeGroup, Submission
 from .loans import LoanKey, Loans
 from .mapping import Mapping, PeerBuffer, cuda_context
 from .memory_pools import outside_memory_pools
@@ -139,9 +139,8 @@ class OneSidedEngine:
         if first:
             self._transport.begin(group.ready_digest(submission), stream, readers, group.captured, not group.tags)
         group.state.streams.add(stream)
-        own = submission.own_slice
-        own_target = 0 if own is OwnSlice.LEFT_OUT else state.result.data_ptr()
-        self._transport.put(route, source, own_target, own is OwnSlice.AT_ONCE, stream, group.captured)
+        own_target = state.result.data_ptr() if submission.own_slice else 0
+        self._transport.put(route, source, own_target, stream, group.captured)
 
     def _result(self, submission: Submission) -> torch.Tensor:
         """Where the result will be: in memory of its own, or in the target."""
@@ -266,7 +265,7 @@ class OneSidedEngine:
         # The own slices are copied while the copy thread and the peers are at work.
         for submission in group.submissions:
             exchange, source, result = submission.exchange, submission.state.source, submission.state.result
-            if submission.own_slice is not OwnSlice.LEFT_OUT:
+            if submission.own_slice:
                 result[exchange.own_dest(self.rank)].copy_(source[exchange.own_source(self.rank)])
             results.append(result)
         self._await(group)

@@ -9,9 +9,7 @@ compile the same graph. ``heads`` is start and stop of each rank's heads, flatte
 ``tags``, which are submitted in this order; ``wait_`` completes the group. The tensors that submit returned hold the
 results from wait_ on, and those submitted must not be written before it. ``name`` is that of the exchange in the
 program: ranks that give one tag to different exchanges get an error. Without ``own_slice``, what a rank would send to
-itself is left out of its result; it is copied late, beside copies to the peers, or, with ``own_at_once``, behind what
-the caller has enqueued: best where something long follows that leaves multiprocessors to it. Neither op has a
-gradient.
+itself is left out of its result. Neither has a gradient.
 
 ``accumulate_mm_`` adds the product of two matrices to a third in place, for products that are computed in parts.
 
@@ -37,15 +35,12 @@ from . import registry
 from .asynchronous import beside
 from .checked_calls import note
 from .communicator import Communicator
-from .exchange_group import OwnSlice
 from .gradients import sum_replicas
 from .layout import HeadRanges, slot_ranges
 from .process_groups import resolve_group
 
 _ARGUMENTS = "Tensor x, str communicator, int world_size, int rank, int[] heads, SymInt[] seq_lens"
-_SUBMISSION = (
-    "bool replicas, str direction, str tag, str[] tags, str name, bool own_slice, bool lend, bool own_at_once=False"
-)
+_SUBMISSION = "bool replicas, str direction, str tag, str[] tags, str name, bool own_slice, bool lend"
 _SCHEMAS = {
     "scatter_heads": f"({_ARGUMENTS}) -> Tensor",
     "gather_heads": f"({_ARGUMENTS}, bool replicas) -> Tensor",
@@ -166,7 +161,6 @@ def _submit_kernel(
     name: str,
     own_slice: bool,
     lend: bool,
-    own_at_once: bool = False,
 ) -> torch.Tensor:
     if x.requires_grad:
         _check_no_gradient("submit", (x,))
@@ -174,8 +168,7 @@ def _submit_kernel(
     _check_world_size(found, communicator, world_size)
     note(found, x)
     plan, lens = _pairs(heads) if heads else None, tuple(seq_lens) if seq_lens else None
-    own = OwnSlice.LEFT_OUT if not own_slice else OwnSlice.AT_ONCE if own_at_once else OwnSlice.LATE
-    return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, own, lend)
+    return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, own_slice, lend)
 
 
 def _wait_kernel(
@@ -268,7 +261,6 @@ def _submit_fake(
     name: str,
     own_slice: bool,
     lend: bool,
-    own_at_once: bool = False,
 ) -> torch.Tensor:
     _check_no_gradient("submit", (x,))
     if direction == "scatter_heads":

@@ -36,7 +36,7 @@ _MM, _ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 _SLICE, _VIEW, _AS_STRIDED = torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.as_strided.default
 _ACCUMULATE = torch.ops.ulysses_op.accumulate_mm_.default
 _WAITS = (torch.ops.ulysses_op.wait_.default, torch.ops.ulysses_op.wait_.uncaptured)
-_OWN_SLICE, _OWN_AT_ONCE = 11, 13  # among a submission's arguments
+_OWN_SLICE = 11  # among a submission's arguments
 
 min_part = 3 * 10**10
 """The least M * N * K of the parts of a product: where one were smaller, a second kernel costs more than is gained."""
@@ -80,11 +80,7 @@ def _split_before(graph: Graph, flight: Flight) -> list[str]:
     needed = {first, *ancestors([first])}
     shared = needed & ancestors(others)
     products = [_product_of(node) for node in graph.nodes if node in shared]
-    apart = [product.node.name for product in products if product is not None and _split(graph, product, needed)]
-    if apart:
-        # The rest of the product comes next, and leaves multiprocessors to the copy as it ends.
-        first.update_arg(_OWN_AT_ONCE, True)
-    return apart
+    return [product.node.name for product in products if product is not None and _split(graph, product, needed)]
 
 
 @dataclass

@@ -13,7 +13,6 @@ import torch
 
 from .. import onesided
 from ..communicator import Communicator
-from ..exchange_group import OwnSlice
 from .block import (
     ATTENTIONS,
     BOUND,
@@ -176,7 +175,7 @@ def _own_by_kernels(communicator: Communicator, fused: torch.Tensor, q: Thunk, k
         for tag, compute in (("v", lambda: fused[:, :, 2]), ("q", q), ("k", k)):
             x = compute()
             exchange = communicator._exchanges.find(x, "scatter_heads", None, None)
-            communicator._submit_exchange(group, x, tag, exchange, False, False, own_slice=OwnSlice.LEFT_OUT)
+            communicator._submit_exchange(group, x, tag, exchange, False, False, own_slice=False)
             result = communicator._built().result_of(group.submissions[-1])
             result[exchange.own_dest(rank)].copy_(x[exchange.own_source(rank)])
         return group.wait()

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from ..communicator import Communicator
-from ..exchange_group import OwnSlice
 from .block import ONE_SIDED, compiled_norm, make_inputs, sdpa
 from .contenders import all_to_all, communicators
 from .measure import ALONE, QUEUED, Contender, Effort, Outputs, Ranks, format_table, measure, number, quartiles
@@ -79,9 +78,9 @@ def _transfers(made: dict[str, Communicator], shape: Shape, dtype: torch.dtype, 
     token = v.new_zeros(1, 1, world_size, 1)
     transfers: dict[str, Call] = {}
     for backend, communicator in made.items():
-        transfers[f"{backend}: handshakes alone"] = partial(_exchange, communicator, token, OwnSlice.LEFT_OUT)
-        transfers[f"{backend}: to peers, with handshakes"] = partial(_exchange, communicator, v, OwnSlice.LEFT_OUT)
-        transfers[f"{backend}: the same and the own slice"] = partial(_exchange, communicator, v, OwnSlice.LATE)
+        transfers[f"{backend}: handshakes alone"] = partial(_exchange, communicator, token, False)
+        transfers[f"{backend}: to peers, with handshakes"] = partial(_exchange, communicator, v, False)
+        transfers[f"{backend}: the same and the own slice"] = partial(_exchange, communicator, v, True)
     transfers["own slice, by a kernel"] = lambda: target.copy_(own)
     transfers["as many bytes, dense"] = lambda: target.copy_(dense)
     process_group = "nccl" if ranks.on_cuda else "gloo"
@@ -89,7 +88,7 @@ def _transfers(made: dict[str, Communicator], shape: Shape, dtype: torch.dtype, 
     return transfers
 
 
-def _exchange(communicator: Communicator, x: torch.Tensor, own_slice: OwnSlice) -> None:
+def _exchange(communicator: Communicator, x: torch.Tensor, own_slice: bool) -> None:
     """A group of its own, waited for, by the current stream; with the own slice or without."""
     tag = f"v {tuple(x.shape)}"
     with communicator.group(tag) as group:
