@@ -54,7 +54,7 @@ def run_cycles(
     grown = footprint.grown()
     ranks.meet(group)
     keys_now = group_store(group).num_keys()
-    if keys_now > keys:
+    if keys_now > keys and backend != "symm_mem":  # whose rendezvous, torch's own, leaves its keys behind
         grown.append(f"keys in the store grew from {keys} to {keys_now}")
     for comm in kept:
         with contextlib.suppress(RuntimeError):
