@@ -69,10 +69,10 @@ void bind_copy_plan(py::module_& m) {
       .def_readonly("copies", &CopyPlan::copies)
       .def_readonly("own", &CopyPlan::own);
   py::class_<Route, std::shared_ptr<Route>>(m, "Route")
-      .def(py::init([](const CopyPlan& plan, std::vector<uintptr_t> targets) {
-             return std::make_shared<Route>(Route{plan, std::move(targets)});
+      .def(py::init([](const CopyPlan& plan, std::vector<uintptr_t> targets, size_t place_bytes) {
+             return std::make_shared<Route>(Route{plan, std::move(targets), place_bytes});
            }),
-           py::arg("plan"), py::arg("targets"));
+           py::arg("plan"), py::arg("targets"), py::arg("place_bytes"));
   m.def("make_copy_plan", &plan_copies, py::arg("direction"), py::arg("shape"), py::arg("strides"), py::arg("itemsize"),
         py::arg("heads"), py::arg("seq_lens"), py::arg("rank"));
   m.def("rows_dense", &rows_dense, py::arg("shape"), py::arg("strides"));
@@ -121,6 +121,7 @@ void bind_shared_memory(py::module_& m) {
       .def("peer_gone", &Board::peer_gone, py::arg("peer"))
       .def("signalled", &Board::signalled, py::arg("peer"));
   TransportClass<ShmTransport>(m, "ShmTransport")
+      .def_property_readonly_static("PLACES_OFFSET", [](const py::object&) { return ShmTransport::kPlacesOffset; })
       .def(py::init<std::shared_ptr<Board>, double, bool, bool>(), py::arg("board"), py::arg("timeout_s"),
            py::arg("skip_ready"), py::arg("skip_done"))
       .def("begin", &ShmTransport::begin, py::arg("ready"))

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -53,6 +54,7 @@ struct CopyPlan {
 struct Route {
   CopyPlan plan;
   std::vector<uintptr_t> targets;
+  std::size_t place_bytes = 0;  // where targets have places (shm_transport.h), the size of one
 };
 
 /// Whether pitched copies can read the tensor: each (H, D) row is dense, and rows that follow each other along S do

@@ -14,6 +14,15 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
+// Where a peer wants its data, from READY to DONE.
+char* place_in(uintptr_t target, size_t place_bytes) {
+  char* base = reinterpret_cast<char*>(target);
+  if (place_bytes == 0) return base;
+  const auto& number = *reinterpret_cast<const std::atomic<uint32_t>*>(base);
+  // Whatever it says: within the target.
+  return base + ShmTransport::kPlacesOffset + (number.load(std::memory_order_relaxed) & 1U) * place_bytes;
+}
+
 void copy_rows(const PitchedCopy& copy, const char* source, char* target) {
   const char* from = source + copy.src_offset_bytes;
   char* to = target + copy.dst_offset_bytes;
@@ -42,7 +51,7 @@ void ShmTransport::put(std::shared_ptr<const Route> route, uintptr_t source) {
     for (const PitchedCopy& copy : route->plan.copies) {
       if (dropping_.load(std::memory_order_relaxed)) return;
       copy_rows(copy, reinterpret_cast<const char*>(source),
-                reinterpret_cast<char*>(route->targets[static_cast<size_t>(copy.peer)]));
+                place_in(route->targets[static_cast<size_t>(copy.peer)], route->place_bytes));
     }
   };
   enqueue({copy_all, false});

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
+from .places import Places
 from .rendezvous import Channel
 from .torch_compat import Shaped
 
@@ -18,17 +19,20 @@ _GRANULE_BYTES = {"cpu": 4096, "cuda": 2 << 20}
 
 @dataclass
 class PeerBuffer:
-    """A buffer on every rank: this rank's as a uint8 tensor, everybody's by address as mapped in this process.
+    """A buffer on every rank: this rank's as a uint8 tensor or as places, everybody's by address as mapped in this
+    process.
 
     It lives as long as this object does: dropping it unmaps the peers' buffers and frees this rank's.
     """
 
-    base: torch.Tensor
+    base: torch.Tensor | Places
     addresses: list[int]
     owner: object
+    nbytes: int
 
-    def __post_init__(self) -> None:
-        self.nbytes = self.base.numel()
+    def written(self) -> torch.Tensor:
+        """What peers write in the group that is under way, or wrote in the last one, as uint8."""
+        return self.base.bytes() if isinstance(self.base, Places) else self.base
 
 
 class Mapping(Protocol):
@@ -60,27 +64,27 @@ class SharedMemory:
 
     def allocate(self, nbytes: int) -> PeerBuffer:
         size = rounded(nbytes, torch.device("cpu"))
+        segment_bytes = Places.segment_bytes(size)
         self._count += 1
         names = [f"/ulysses_op-{self._channel.prefix}-{self._count}-{peer}" for peer in range(self._channel.world_size)]
         own_name = names[self._channel.rank]
         segments: list[_C.SharedSegment] = []
         try:
             self._channel.vote(
-                f"allocating {size} bytes of shared memory",
-                lambda: segments.append(_C.SharedSegment.create(own_name, size)),
+                f"allocating {segment_bytes} bytes of shared memory",
+                lambda: segments.append(_C.SharedSegment.create(own_name, segment_bytes)),
             )
             own = segments.pop()
 
             def open_peers() -> None:
                 for name in names:
-                    segments.append(own if name == own_name else _C.SharedSegment.open(name, size))
+                    segments.append(own if name == own_name else _C.SharedSegment.open(name, segment_bytes))
 
             self._channel.vote("mapping shared memory", open_peers)
         finally:
             for name in names:
                 _C.SharedSegment.unlink(name)
-        base = torch.frombuffer(own, dtype=torch.uint8)
-        return PeerBuffer(base, [segment.address for segment in segments], segments)
+        return PeerBuffer(Places(own, size), [segment.address for segment in segments], segments, size)
 
     def release(self, buffers: list[PeerBuffer]) -> None:
         buffers.clear()  # pages live until the last rank has unmapped them
@@ -118,7 +122,7 @@ class SymmetricMemory:
         # Rendezvous is collective itself, so no rank may enter it before all have their memory.
         self._channel.vote(f"allocating {size} bytes of symmetric memory", create)
         self._channel.vote("the rendezvous of symmetric memory", rendezvous)
-        return PeerBuffer(tensors[0], addresses, handles)
+        return PeerBuffer(tensors[0], addresses, handles, size)
 
     def release(self, buffers: list[PeerBuffer]) -> None:
         buffers.clear()  # the driver keeps memory until the last rank has unmapped it
@@ -153,7 +157,7 @@ class CudaIpc:
         handles = self._channel.gather_results(f"allocating {size} bytes of device memory", create)
         self._channel.vote("opening CUDA IPC handles", open_peers)
         base, _ = Shaped((size,), torch.uint8, self._device).at(own[0].address)
-        return PeerBuffer(base, addresses, _CudaIpcOwner(own[0], mappings))
+        return PeerBuffer(base, addresses, _CudaIpcOwner(own[0], mappings), size)
 
     def release(self, buffers: list[PeerBuffer]) -> None:
         if not buffers:

@@ -16,6 +16,7 @@ from .exchange_group import ExchangeGroup, Submission
 from .loans import LoanKey, Loans
 from .mapping import Mapping, PeerBuffer, cuda_context
 from .memory_pools import outside_memory_pools
+from .places import Places
 from .rendezvous import Channel
 from .routes import Route, Routes
 from .targets import TargetCache, TargetKey
@@ -124,8 +125,8 @@ class OneSidedEngine:
         first = not group.submissions
         if first:
             self._unfinished = True
-            if self._poison:
-                self._poison_targets(group, state.route.key)
+            if self._poison or not self._cuda:
+                self._open_targets(group, state.route.key)
         route, source = state.route.into(state.target), state.source.data_ptr()
         if not self._cuda:
             state.result = self._result(submission)
@@ -143,11 +144,15 @@ class OneSidedEngine:
         self._transport.put(route, source, own_target, stream, group.captured)
 
     def _result(self, submission: Submission) -> torch.Tensor:
-        """Where the result will be: in memory of its own, or in the target."""
+        """Where the result will be: in memory of its own, or in the target, which is lent or has a place for it."""
         state: _InTransit = submission.state
-        shape, dtype = state.route.shape, state.route.key.dtype
-        state.lent = not submission.owned and (self._pipelined or self._loans.possible)
-        if not state.lent:
+        shape, dtype, places = state.route.shape, state.route.key.dtype, state.target.base
+        lent = not submission.owned and (self._pipelined or self._loans.possible)
+        kept = places.hand_out(shape, dtype) if isinstance(places, Places) and not lent else None
+        state.in_place = lent or kept is not None
+        if kept is not None:
+            return kept
+        if not lent:
             return torch.empty(shape, dtype=dtype, device=self._device)
         if self._cuda:
             result, storage = state.route.view_of(state.target)
@@ -155,7 +160,7 @@ class OneSidedEngine:
                 self._loans.open((self._capture_id, submission.tag), storage)
             return result
         nbytes = math.prod(shape) * dtype.itemsize
-        return state.target.base[:nbytes].view(dtype).view(shape)
+        return state.target.written()[:nbytes].view(dtype).view(shape)
 
     def result_of(self, submission: Submission) -> torch.Tensor:
         result: torch.Tensor = submission.state.result
@@ -250,10 +255,10 @@ class OneSidedEngine:
                 # The caller's stream orders the reuse of the inputs' memory only where it is the one that waits.
                 state.source.record_stream(self._copy_stream)
                 state.source.record_stream(self._own_stream)
-                if not state.lent:
+                if not state.in_place:
                     state.result.record_stream(torch.cuda.current_stream(self._device))
             result = state.result
-            if not state.lent:
+            if not state.in_place:
                 self._copy_out(submission, result)
             elif differentiable:
                 result = result.clone()
@@ -271,7 +276,7 @@ class OneSidedEngine:
         self._await(group)
         self.check(group)
         for submission, result in zip(group.submissions, results, strict=True):
-            if not submission.state.lent:
+            if not submission.state.in_place:
                 self._copy_out(submission, result)
         self.check(group)  # a peer that gave up meanwhile may have gone on writing
         return results
@@ -279,7 +284,7 @@ class OneSidedEngine:
     def _copy_out(self, submission: Submission, result: torch.Tensor) -> None:
         exchange, target = submission.exchange, submission.state.target
         nbytes = result.numel() * result.element_size()
-        view = target.base[:nbytes].view(result.dtype).view(result.shape)
+        view = target.written()[:nbytes].view(result.dtype).view(result.shape)
         for region in exchange.peer_dests(self.rank):
             result[region].copy_(view[region])
 
@@ -291,12 +296,16 @@ class OneSidedEngine:
         else:
             self._transport.wait(self._last_number)
 
-    def _poison_targets(self, group: ExchangeGroup, first: TargetKey) -> None:
-        """Fill the targets that the group names, of its first submission's kind, or that submission's own."""
-        opened = {first._replace(tag=tag) for tag in (*group.tags, first.tag)}
+    def _open_targets(self, group: ExchangeGroup, first: TargetKey) -> None:
+        """Before READY opens them to the peers: settle the places of the targets that the group names, or of all where
+        it names none; poison those of its first submission's kind.
+        """
+        poisoned = {first._replace(tag=tag) for tag in (*group.tags, first.tag)} if self._poison else set()
         for key, target in self._targets.all():
-            if key in opened:
-                target.base.fill_(0xFF)
+            if isinstance(target.base, Places) and (not group.tags or key.tag in group.tags):
+                target.base.choose()
+            if key in poisoned:
+                target.written().fill_(0xFF)
 
 
 def _targets_of(group: ExchangeGroup) -> list[TargetKey]:
@@ -317,7 +326,7 @@ class _GroupInTransit:
 class _InTransit:
     """A submission between submit and wait. ``source`` is the input, or a copy of it that copies can read."""
 
-    __slots__ = ("lent", "result", "route", "source", "target")
+    __slots__ = ("in_place", "result", "route", "source", "target")
 
     result: torch.Tensor  # from submit on
 
@@ -325,7 +334,7 @@ class _InTransit:
         self.route = route
         self.source = source
         self.target = target
-        self.lent = False
+        self.in_place = False  # the result is where the peers write it
 
 
 def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup | None) -> BrokenCommunicatorError:

@@ -10,6 +10,7 @@ import torch
 from . import _C
 from .layout import Exchange
 from .mapping import PeerBuffer
+from .places import Places
 from .targets import TargetKey
 from .torch_compat import Shaped
 
@@ -52,7 +53,8 @@ class Route:
     def into(self, target: PeerBuffer) -> _C.Route:
         """The copies into ``target``."""
         if self._addresses is not target.addresses:  # the target itself must be free to go
-            self._addresses, self._route = target.addresses, _C.Route(self._plan, target.addresses)
+            place_bytes = target.nbytes if isinstance(target.base, Places) else 0
+            self._addresses, self._route = target.addresses, _C.Route(self._plan, target.addresses, place_bytes)
         route: _C.Route = self._route
         return route
 

@@ -41,7 +41,7 @@ def route(rank: int, target: int) -> Any:
     """Half of (1, ROWS, 2, WIDTH) bytes to the other rank's target; both ranks' targets begin at ``target``."""
     shape, strides = [1, ROWS, 2, WIDTH], [ROWS * 2 * WIDTH, 2 * WIDTH, WIDTH, 1]
     plan = _C.make_copy_plan("scatter_heads", shape, strides, 1, [(0, 1), (1, 2)], [ROWS, ROWS], rank)
-    return _C.Route(plan, [target, target])
+    return _C.Route(plan, [target, target], 0)
 
 
 def exchange(ranks: list[Any], putting: int | None, source: int = 0, target: int = 0) -> None:
