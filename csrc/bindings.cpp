@@ -175,12 +175,12 @@ void bind_cuda(py::module_& m) {
   TransportClass<CudaTransport>(m, "CudaTransport")
       .def_static("pad_bytes", &CudaTransport::pad_bytes, py::arg("world_size"))
       .def(py::init([](uintptr_t context, std::shared_ptr<Board> board, std::vector<uintptr_t> pads, double timeout_s,
-                       bool skip_ready, bool skip_done, bool low_priority, size_t own_slices_late) {
+                       bool skip_ready, bool skip_done, bool low_priority, size_t own_slices_late, bool rotated) {
              return new CudaTransport(context, std::move(board), std::move(pads), timeout_s, skip_ready, skip_done,
-                                      CudaTransport::Tuning{low_priority, own_slices_late});
+                                      CudaTransport::Tuning{low_priority, own_slices_late, rotated});
            }),
            py::arg("context"), py::arg("board"), py::arg("pads"), py::arg("timeout_s"), py::arg("skip_ready"),
-           py::arg("skip_done"), py::arg("low_priority"), py::arg("own_slices_late"))
+           py::arg("skip_done"), py::arg("low_priority"), py::arg("own_slices_late"), py::arg("rotated"))
       .def_property_readonly("copy_stream", &CudaTransport::copy_stream)
       .def_property_readonly("own_stream", &CudaTransport::own_stream)
       .def("capture_id", &CudaTransport::capture_id, py::arg("stream"))

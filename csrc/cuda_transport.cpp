@@ -187,8 +187,17 @@ void CudaTransport::put(std::shared_ptr<const Route> route, uintptr_t source, ui
   CUevent event = capturing ? captured_input_ready_ : input_ready_;
   if (joined_ != stream) join({copy_stream_, own_stream_}, stream_of(stream), event);
   joined_.reset();
-  for (const PitchedCopy& copy : route->plan.copies)
-    copy_slice(copy, source, route->targets[static_cast<size_t>(copy.peer)], copy_stream_);
+  const auto send = [&](const std::vector<PitchedCopy>& copies) {
+    for (const PitchedCopy& copy : copies)
+      copy_slice(copy, source, route->targets[static_cast<size_t>(copy.peer)], copy_stream_);
+  };
+  if (tuning_.rotated) {
+    send(route->plan.copies);
+  } else {
+    std::vector<PitchedCopy> copies = route->plan.copies;
+    std::stable_sort(copies.begin(), copies.end(), [](const auto& a, const auto& b) { return a.peer < b.peer; });
+    send(copies);
+  }
   held_back_.push_back({std::move(route), source, own_target});
   queue_own_slices(own_slices_late_);
 }

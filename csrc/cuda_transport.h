@@ -46,6 +46,7 @@ class CudaTransport {
     // Own slices are copied by multiprocessors, each so many submissions late: beside later copies to the peers,
     // instead of between what the caller computes until then. At most one late in a group whose end is not foreseen.
     size_t own_slices_late = 3;
+    bool rotated = true;  // each rank begins with the peer behind it, else all with the first
   };
 
   // Words of 8 bytes on a pad: 2 x world_size slots, then the value that was awaited last.

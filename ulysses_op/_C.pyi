@@ -102,6 +102,7 @@ class CudaTransport:
         skip_done: bool,
         low_priority: bool,
         own_slices_late: int,
+        rotated: bool,
     ) -> None: ...
     @staticmethod
     def pad_bytes(world_size: int) -> int: ...

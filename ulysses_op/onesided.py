@@ -25,8 +25,8 @@ from .torch_compat import current_stream_handle
 _test_skip: frozenset[str] = frozenset()
 """Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
 
-_tuning = (False, 3)
-"""Of CUDA communicators built from now on, low_priority and own_slices_late of csrc/cuda_transport.h: for measuring."""
+_tuning = (False, 3, True)
+"""Of CUDA communicators built from now on, the Tuning of csrc/cuda_transport.h: for measuring."""
 
 POISON_VARIABLE = "ULYSSES_OP_POISON_TARGETS"
 """Set in the environment: targets are filled with NaN (all bits) before peers may write them, so that what they do not

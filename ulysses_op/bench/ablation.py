@@ -96,11 +96,14 @@ def _variants(
     yield "targets not kept", (_without_cache(few), gather)
     if not ranks.on_cuda:
         return
-    for name, tuning in {
-        "streams of no priority": (True, 3),
-        "own slices at once": (False, 0),
-        "own slices one submission late": (False, 1),
-    }.items():
+    tunings = {
+        "streams of no priority": (True, 3, True),
+        "own slices at once": (False, 0, True),
+        "own slices one submission late": (False, 1, True),
+    }
+    if ranks.world_size > 2:
+        tunings["all ranks begin with the same peer"] = (False, 3, False)
+    for name, tuning in tunings.items():
         with _tuned(tuning):
             tuned = Communicator(backend=communicator.backend, timeout_s=TIMEOUT_S)
             stack.enter_context(tuned.build(ranks.device))
@@ -110,7 +113,7 @@ def _variants(
 
 
 @contextmanager
-def _tuned(tuning: tuple[bool, int]) -> Iterator[None]:
+def _tuned(tuning: tuple[bool, int, bool]) -> Iterator[None]:
     before, onesided._tuning = onesided._tuning, tuning
     try:
         yield
