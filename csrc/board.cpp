@@ -66,7 +66,7 @@ std::string describe(const Failure& failure, int rank) {
     case Failure::Kind::kMismatch:
       return text + " submitted something else";
     case Failure::Kind::kPeerGone:
-      return text + " ended";
+      return text + " ended, or closed the communicator";
     default:
       return text + " did not signal in time";
   }
@@ -87,6 +87,7 @@ void signal_wait_change(SignalWord& word, uint64_t seen, int64_t timeout_us) {
 struct Board::Entry {
   // 0: no abort; else the Failure::Kind, and while a peer is still writing the message, kWriting and that peer's rank.
   std::atomic<uint32_t> abort_state;
+  std::atomic<uint32_t> left;
   uint32_t message_bytes;
   uint64_t pid;
   uint64_t pid_namespace;
@@ -150,7 +151,14 @@ void Board::watch_peers() {
   }
 }
 
+void Board::leave() {
+  Entry& self = entry(rank_);
+  // A process that was forked from this rank's is not this rank.
+  if (self.pid == static_cast<uint64_t>(::getpid())) self.left.store(1, std::memory_order_release);
+}
+
 bool Board::peer_gone(int peer) const {
+  if (entry(peer).left.load(std::memory_order_acquire) != 0) return true;
   struct pollfd poll_fd{};
   poll_fd.fd = peer_fds_[static_cast<size_t>(peer)];
   if (poll_fd.fd == kEnded) return true;

@@ -57,8 +57,10 @@ class Board {
   void register_self();
   // Throws std::system_error where there is no file descriptor left to watch a process with.
   void watch_peers();
-  // True once the process of that rank has ended, also as a zombie. False where that cannot be known (another PID
-  // namespace).
+  // This rank takes part in nothing any more: it has signalled all that it ever will.
+  void leave();
+  // True once that rank has left, or its process has ended, also as a zombie. False where that cannot be known (another
+  // PID namespace).
   bool peer_gone(int peer) const;
 
   // Tells every peer that this rank gives up. Only the first message that a peer gets counts. It must precede any

@@ -490,6 +490,7 @@ bool CudaTransport::stop() {
   }
   wake_.notify_all();
   if (watcher_.joinable()) watcher_.join();
+  board_->leave();
   const CudaDriver& driver = CudaDriver::get();
   if (driver.p_cuCtxPushCurrent(context_) != CUDA_SUCCESS) return true;
   driver.p_cuMemFreeHost(host_pad_);

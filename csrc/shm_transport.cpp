@@ -106,6 +106,7 @@ bool ShmTransport::shutdown(double grace_s) {
   }
   queued_.notify_one();
   if (thread_.joinable()) thread_.join();
+  board_->leave();
   return true;
 }
 

@@ -208,6 +208,11 @@ def test_other_communicators_survive(pool: ranks.RankPool, backend: str) -> None
 # ---- lifetime
 
 
+@pytest.mark.parametrize("backend", ONE_SIDED)
+def test_a_rank_that_closes_is_missed_at_once(pool: ranks.RankPool, backend: str) -> None:
+    ok(pool.run(test_lifetime.run_closed_by_one, MEMBERS[2], backend, "cuda"))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_communicators(pool: ranks.RankPool, backend: str) -> None:
     # The driver and NCCL keep threads and files of their own: that it works and ends is what is asked here.

@@ -155,6 +155,42 @@ def test_garbage_collection_releases(pool: ranks.RankPool) -> None:
     ok(pool.run(run_collected, MEMBERS[2], "shm", "cpu"))
 
 
+def run_closed_by_one(
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str
+) -> list[str] | None:
+    """The second rank closes between two groups and lives on: the others learn it before their time-out."""
+    if rank not in members:
+        return None
+    comm = ranks.fresh_communicator(members, backend, device, timeout_s=60.0)
+    exchange(comm, device)
+    if comm.rank == 1:
+        comm.close()
+        ranks.meet(ranks.group_of(members))
+        return []
+    start = time.monotonic()
+    problems = []
+    try:
+        exchange(comm, device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            comm.check()
+        problems.append("exchanged with a rank that had closed")
+    except PeerTimeoutError as error:
+        # With three ranks one may hear it from the other.
+        if "1" not in str(error) or "closed the communicator" not in str(error):
+            problems.append(str(error))
+    if time.monotonic() - start > 20.0:
+        problems.append("late")
+    comm.close()
+    ranks.meet(ranks.group_of(members))
+    return problems
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_closes_is_missed_at_once(pool: ranks.RankPool, world_size: int) -> None:
+    ok(pool.run(run_closed_by_one, MEMBERS[world_size], "shm", "cpu"))
+
+
 def run_interrupted_close(
     rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str
 ) -> list[str] | None:

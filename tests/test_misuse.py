@@ -434,6 +434,7 @@ def run_timeout_message(rank: int, world_size: int, members: tuple[int, ...], de
             arrive(device, comm)
         except PeerTimeoutError as error:
             text = str(error)
+    ranks.meet(group)  # one that had closed would not be waited for
     comm.close()
     return text
 

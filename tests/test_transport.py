@@ -52,6 +52,15 @@ def failure_of(made: _C.ShmTransport) -> tuple[_C.Failure, float]:
     return failure, time.monotonic() - start
 
 
+def test_a_peer_that_has_closed_is_told_of_at_once() -> None:
+    segment = shared(3)
+    first, second, _ = (transport(segment, rank, 3, 20.0) for rank in range(3))
+    assert second.shutdown(1.0)
+    failure, took_s = failure_of(first)
+    assert (failure.kind, failure.peers) == ("peer_gone", [1])
+    assert took_s < 10.0
+
+
 def test_an_ended_peer_is_told_of_while_another_is_late() -> None:
     segment = shared(4)
     for rank in (2, 3):

@@ -20,7 +20,7 @@ class BrokenCommunicatorError(UlyssesError):
 
 
 class PeerTimeoutError(BrokenCommunicatorError):
-    """A peer did not signal within ``timeout_s``, or its process has ended."""
+    """A peer did not signal within ``timeout_s``, has closed its communicator, or its process has ended."""
 
 
 class PeerAbortError(BrokenCommunicatorError):

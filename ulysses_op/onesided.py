@@ -349,7 +349,7 @@ def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup
         peers = f"rank(s) {', '.join(map(str, failure.peers))}"
         what = {
             "mismatch": f"{peers} submitted another tag, shape, dtype, plan, need of a gradient, or order",
-            "peer_gone": f"the process of {peers} has ended",
+            "peer_gone": f"the process of {peers} has ended, or closed the communicator",
             "timeout": f"{peers} did not signal within {failure.seconds:.1f} s (timeout_s)",
         }.get(failure.kind, f"{peers}: {failure.kind}")
         text = f"{where}{signal}: {what}"

@@ -97,8 +97,9 @@ class Channel:
         self._idle: Callable[[], bool] | None = None
 
     def watch(self, board: _C.Board, idle: Callable[[], bool] | None = None) -> None:
-        """While waiting, notice peers that have ended or given up, and those that are in a handshake, where ``idle``
-        tells whether this rank is in none."""
+        """While waiting, notice peers that have ended, closed or given up, and those that are in a handshake, where
+        ``idle`` tells whether this rank is in none.
+        """
         self._board = board
         self._idle = idle
 
@@ -121,7 +122,7 @@ class Channel:
             while self._board is not None and not gone and time.monotonic() < deadline:
                 time.sleep(0.01)
                 gone = self._gone(range(self.world_size))
-            ended = f"the process of rank(s) {gone} has ended, and " if gone else ""
+            ended = f"the process of rank(s) {gone} has ended, or closed the communicator, and " if gone else ""
             raise (PeerTimeoutError if gone else BrokenCommunicatorError)(
                 f"rank {self.rank}, in a rendezvous: {ended}{_unreachable(error)}"
             ) from error
@@ -184,7 +185,8 @@ class Channel:
         self._raise_if_told()
         gone = self._gone(missing)
         if gone:
-            raise PeerTimeoutError(f"{here}, in a rendezvous: the process of rank(s) {gone} has ended")
+            ended = f"the process of rank(s) {gone} has ended, or closed the communicator"
+            raise PeerTimeoutError(f"{here}, in a rendezvous: {ended}")
         # Signalled before the key was looked for: a peer that takes part would have set its key before its signal.
         elsewhere = [peer for peer in missing if peer in signalling]
         if elsewhere:

@@ -41,8 +41,8 @@ void fail(int world_size, double timeout_s, Failure::Kind expected, const std::f
     } else {
       require_failure(world.transport(rank), expected);
     }
-    world.transport(rank).shutdown(0.1);
   });
+  for (auto& transport : world.ranks) transport->shutdown(0.1);
 }
 
 // The last rank closes, or gives up, while its copy thread stands in READY, which the first rank gives only after that.
@@ -181,6 +181,7 @@ void fail_in_every_way(int world_size, unsigned seed) {
   lose_a_process(world_size);  // first: a child that is forked beside other threads may do little
   fail(world_size, 20, Failure::Kind::kAbort, [](ShmTransport& rank) { rank.abort(Failure::Kind::kAbort, "gave up"); });
   fail(world_size, 0.2, Failure::Kind::kTimeout, [](ShmTransport&) {});
+  fail(world_size, 20, Failure::Kind::kPeerGone, [](ShmTransport& closes) { closes.shutdown(0.1); });
   fail(world_size, 20, Failure::Kind::kMismatch, [](ShmTransport& rank) {
     rank.begin(0x300000001);
     rank.shutdown(5);
