@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_op import __version__, doctor, launch
-from ulysses_op.__main__ import main
+from ulysses_op.__main__ import COMMANDS, main
 from ulysses_op.demo.case import Size
 from ulysses_op.demo.clip import Grid
 from ulysses_op.demo.main import demonstrate
@@ -183,6 +183,16 @@ def test_commands_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"usage: python -m ulysses_op {name} ")
+    assert "--timeout SECONDS" in told
 
 
 # The launcher.

@@ -335,3 +335,17 @@ def test_the_command_when_a_rank_dies(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(soak_main, "soak", soak_dead)
     assert main(["soak", "--device", "cpu", "--steps", "10", "--seed", "12", "--peer-timeout", "5"]) == 1
     assert "soak: seed 12: rank 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--minutes", "argument --minutes: '0' is no positive number of minutes"),
+        ("--peer-timeout", "argument --peer-timeout: '0' is no positive number of seconds"),
+    ],
+)
+def test_what_is_no_length(argument: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["soak", argument, "0"])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err

@@ -12,7 +12,7 @@ from .demo import main as demo
 from .soak import main as soak
 from .trace import main as trace
 
-_COMMANDS = {
+COMMANDS = {
     "bench": (bench, "the exchanges and attention blocks timed, against collectives and against no communication"),
     "demo": (demo, "an attention block over a video clip, split over ranks, checked and timed"),
     "doctor": (doctor, "which backends run here, which do not, and why"),
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ulysses_op {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for name, (module, summary) in _COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(
             name,
             help=summary,

@@ -49,30 +49,36 @@ class Placement:
     shares_devices: bool = False
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of commands that run on ranks: ``ranks`` and ``device`` for place(), ``timeout`` for run()."""
+def add_arguments(parser: argparse.ArgumentParser, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
+    """Arguments of commands that run on ranks: ``ranks`` and ``device`` for place(), ``timeout`` for run(), which is
+    ``timeout_s`` where nothing is asked for; None where that is for the command to tell by its other arguments.
+    """
     parser.add_argument("--ranks", type=int, help=f"default: torchrun's, else {DEFAULT_RANKS}")
     parser.add_argument(
         "--device", choices=_DEVICES, help="default: cuda where each rank can have a device of its own, else cpu"
     )
     parser.add_argument(
         "--timeout",
-        type=positive_seconds,
+        type=positive("seconds"),
         metavar="SECONDS",
-        default=DEFAULT_TIMEOUT_S,
-        help="for all of it, default: %(default)g",
+        default=timeout_s,
+        help=f"for all of it, default: {'by its length' if timeout_s is None else f'{timeout_s:g}'}",
     )
 
 
-def positive_seconds(text: str) -> float:
-    """An argument's value. Raises ArgumentTypeError, which argparse tells, for what is no positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return value
+def positive(unit: str) -> Callable[[str], float]:
+    """An argument's type: a positive number of ``unit``."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is no positive number of {unit}")
+        return value
+
+    return number
 
 
 def under_torchrun() -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..launch import LaunchError, add_arguments, place, positive_seconds, run
+from ..launch import LaunchError, add_arguments, place, positive, run
 from .ablation import ablation_table, print_ablation_table
 from .arguments import add_shape_arguments, chosen_dtype, chosen_shapes, command_line, number_from, unfit
 from .block import ATTENTIONS, block_table, print_block_table
@@ -69,7 +69,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--iterations", type=number_from(2), default=50, help="rounds that count, 2 or more, default: 50"
     )
     what = "shapes that have not begun then are left out, default: 240"
-    parser.add_argument("--budget", type=positive_seconds, default=240.0, metavar="SECONDS", help=what)
+    parser.add_argument("--budget", type=positive("seconds"), default=240.0, metavar="SECONDS", help=what)
     parser.add_argument("--json", metavar="FILE", help="write everything there, each iteration included")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there (needs matplotlib); .png, .svg, ...")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..bench.arguments import number_from
 from ..capability import BACKENDS
-from ..launch import LaunchError, add_arguments, place, positive_seconds, run
+from ..launch import LaunchError, add_arguments, place, positive, run
 from .executor import LAYOUTS_COUNTED
 from .run import Plan, soak_rank
 
@@ -30,16 +30,15 @@ _TELL_EVERY_S = 10.0
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    add_arguments(parser)
-    parser.set_defaults(timeout=None)
+    add_arguments(parser, timeout_s=None)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=positive_seconds, help=f"default: {DEFAULT_MINUTES:g}")
+    length.add_argument("--minutes", type=positive("minutes"), help=f"default: {DEFAULT_MINUTES:g}")
     length.add_argument("--steps", type=number_from(1), help="a number of steps instead")
     parser.add_argument("--seed", type=int, help="of the program and all values, default: of the time")
     parser.add_argument("--backend", choices=("auto", *BACKENDS), default="auto", help="default: auto")
     parser.add_argument(
         "--peer-timeout",
-        type=positive_seconds,
+        type=positive("seconds"),
         default=30.0,
         metavar="SECONDS",
         help="how long a peer may take, and a rank to stop when another has failed, default: %(default)g",
