@@ -241,6 +241,14 @@ class Communicator:
             with contextlib.suppress(RuntimeError):  # the error that is on its way tells more
                 self.close()
 
+    def __repr__(self) -> str:
+        state = self.known_backend or "not built"
+        if self._closed:
+            state = "closed"
+        elif self._broken is not None:
+            state += ", failed"
+        return f"Communicator(rank {self.rank} of {self.world_size}, {state})"
+
     def __copy__(self) -> Communicator:
         return self  # a copied model shares its communicator
 
