@@ -307,8 +307,7 @@ def test_attentions_may_share_a_processor(pool: ranks.RankPool, name: str) -> No
 
 
 def run_refusals(rank: int, world_size: int) -> list[str]:
-    from ulysses_op.integrations.diffusers import parallelize
-    from ulysses_op.integrations.diffusers.plans import Plan, Split
+    from ulysses_op.integrations.diffusers import Plan, Split, parallelize
 
     comm = ranks.communicator((0, 1), "shm")
     model, inputs = diffusers_models.make("wan", 13, 2)
@@ -343,7 +342,72 @@ def run_refusals(rank: int, world_size: int) -> list[str]:
     hunyuan.register_to_config(image_condition_type="token_replace")
     refuse(lambda: parallelize(hunyuan, comm))
     refuse(lambda: parallelize(type("LTX2VideoTransformer3DModel", (torch.nn.Module,), {})(), comm))
+    pipe: Any = type("WanPipeline", (), {"transformer": model})()
+    refuse(lambda: parallelize(pipe, comm))
+    refuse(lambda: parallelize("wan", comm))  # type: ignore[arg-type]
+    for plan in (1, {"blocks": 1}, {"": {"timestep": 1}}):
+        refuse(lambda plan=plan: parallelize(model, comm, plan=plan))  # type: ignore[misc]
+    refuse(lambda: Plan(gathers="proj_out"))
+    refuse(lambda: Plan(gathers=("proj_out",), inputs={"": {"timestep": 1}}))  # type: ignore[dict-item]
     return told
+
+
+def run_first_block_cache(rank: int, world_size: int) -> list[str]:
+    """Enabled before parallelize(), and after."""
+    from ulysses_op.integrations.diffusers import parallelize
+
+    comm = ranks.communicator((0, 1), "shm")
+    model, inputs = diffusers_models.make("wan", 13, 2)
+    told = []
+    config = diffusers.FirstBlockCacheConfig(threshold=0.1)
+    with torch.no_grad():
+        dense = model(**inputs)[0]
+        model.enable_cache(config)
+        with pytest.raises(ValueError) as before:
+            parallelize(model, comm)
+        told.append(str(before.value))
+        model.disable_cache()
+        with parallelize(model, comm):
+            model.enable_cache(config)
+            with pytest.raises(ValueError) as after:
+                model(**inputs)
+            told.append(str(after.value))
+            model.disable_cache()
+            assert deviation(model(**inputs)[0], dense) <= 1e-4
+    return told
+
+
+def test_a_cache_that_ranks_would_use_differently_is_refused() -> None:
+    for told in ranks.pool(2).run(run_first_block_cache):
+        assert all("WanTransformer3DModel has diffusers' FirstBlockCache" in text for text in told) and len(told) == 2
+
+
+def run_given_plan(rank: int, world_size: int, members: tuple[int, ...], stated: bool) -> dict[str, Any] | None:
+    """A plan that is passed: the class' own in diffusers' form, or one in ours."""
+    from ulysses_op.integrations.diffusers import Plan, Split, parallelize
+
+    if rank not in members:
+        return None
+    model, inputs = diffusers_models.make("wan", 13, 2)
+    plan = Plan(
+        gathers=["proj_out"],
+        inputs={"blocks.0": {"hidden_states": Split(1, 3)}},
+        outputs={"rope": {0: Split(1, 4), 1: Split(1, 4)}},
+    )
+    comm = ranks.communicator(members, "shm")
+    with torch.no_grad():
+        dense = model(**inputs)[0]
+        with parallelize(model, comm, plan=type(model)._cp_plan if stated else plan) as split:
+            out = model(**inputs)[0]
+            assert repr(split) == f"Parallelized(WanTransformer3DModel, Communicator(rank {comm.rank} of 2, shm))"
+        assert repr(split) == "Parallelized(WanTransformer3DModel, removed)"
+        again = deviation(model(**inputs)[0], dense)
+    return {"error": deviation(out, dense), "again": again, "backend": comm.backend, "sum": float(out.double().sum())}
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_a_plan_can_be_passed(pool: ranks.RankPool, stated: bool) -> None:
+    check(pool.run(run_given_plan, MEMBERS[2], stated), 2)
 
 
 def test_what_cannot_be_split_is_refused() -> None:
@@ -363,6 +427,13 @@ def test_what_cannot_be_split_is_refused() -> None:
                 "an attention has 13 queries",
                 "token_replace",
                 "attends from audio",
+                "this is a WanPipeline: pass its transformer, parallelize(pipe.transformer)",
+                "this is a str: a transformer of diffusers, a torch.nn.Module, is needed",
+                "plan is 1: expected a Plan of ulysses_op.integrations.diffusers, or a dict",
+                "plan['blocks'] is 1: expected diffusers' ContextParallelOutput",
+                "plan['']['timestep'] is 1: expected diffusers' ContextParallelInput",
+                "gathers of a plan is 'proj_out': expected a sequence of names",
+                "inputs['']['timestep'] of a plan is 1: expected a Split",
             ),
             strict=True,
         ):

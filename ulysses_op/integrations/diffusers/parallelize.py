@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
@@ -18,7 +18,10 @@ from .streams import Streams
 
 
 def parallelize(
-    transformer: torch.nn.Module, group: GroupLike | Communicator = None, *, plan: Plan | None = None
+    transformer: torch.nn.Module,
+    group: GroupLike | Communicator = None,
+    *,
+    plan: Plan | Mapping[str, Any] | None = None,
 ) -> Parallelized:
     """Split the sequence of a diffusers transformer over the ranks of ``group``, from its next forward on.
 
@@ -31,18 +34,26 @@ def parallelize(
     transformer: a model with a context-parallel plan of its own, or HunyuanVideo. What changes of it are hooks, and
         attributes of its attention processors.
     group: what :class:`ulysses_op.Communicator` takes, or a communicator, which several models may share.
-    plan: another plan than the model's.
+    plan: another plan than the model's: a :class:`Plan`, or a dict as diffusers' models have it in ``_cp_plan``.
 
     Returns a handle whose ``remove()`` gives the model back as it was. Raises ValueError for a model that cannot be
-    split and for one that is split already.
+    split, for one that is split already, and for one with diffusers' FirstBlockCache, whose ranks would decide
+    differently; TypeError for what is no model (a pipeline, say) or no plan.
     """
+    given: Any = transformer
+    if not isinstance(given, torch.nn.Module):
+        what = f"this is a {type(given).__name__}"
+        if isinstance(getattr(given, "transformer", None), torch.nn.Module):
+            raise TypeError(f"{what}: pass its transformer, parallelize(pipe.transformer)")
+        raise TypeError(f"{what}: a transformer of diffusers, a torch.nn.Module, is needed")
     if getattr(transformer, "_parallel_config", None) is not None or any(
         getattr(module, "_parallel_config", None) is not None for module in _processors(transformer)
     ):
         raise ValueError(f"{type(transformer).__name__} is split already: remove() the other one first")
     if isinstance(transformer, torch._dynamo.OptimizedModule):
         raise ValueError("this is what torch.compile returned: give parallelize() the model, before torch.compile")
-    plan = plan or plan_of(transformer)
+    plan = plan_of(transformer, plan)
+    _refuse_caches(transformer, _blocks(transformer))
     owned = not isinstance(group, Communicator)
     communicator = group if isinstance(group, Communicator) else Communicator(group)
     streams = Streams(communicator.world_size, communicator.rank, plan.order)
@@ -57,6 +68,7 @@ class Parallelized:
     ) -> None:
         #: What the exchanges go through: its ``backend`` and ``reason`` tell how.
         self.communicator = communicator
+        self._name = type(transformer).__name__
         self._undo: list[Callable[[], object]] = [communicator.close] if owned else []
         try:
             for handle in add_hooks(transformer, plan, streams, communicator):
@@ -70,6 +82,9 @@ class Parallelized:
         """Give the model back as it was, and close the communicator if parallelize() made it. Idempotent; local."""
         while self._undo:
             self._undo.pop()()
+
+    def __repr__(self) -> str:
+        return f"Parallelized({self._name}, {self.communicator if self._undo else 'removed'})"
 
     def __enter__(self) -> Parallelized:
         return self
@@ -102,7 +117,10 @@ class Parallelized:
         if not found:
             raise ValueError(f"{type(transformer).__name__} has no attention that goes through diffusers' dispatch")
 
+        blocks = _blocks(transformer)
+
         def check(module: torch.nn.Module, args: Any) -> None:
+            _refuse_caches(module, blocks)
             # An attention without the exchange would run over a rank's own tokens, and nobody would be told.
             for attention, processor in found:
                 if attention.processor is not processor or processor._parallel_config is not config:
@@ -136,3 +154,18 @@ class Parallelized:
 
 def _processors(transformer: torch.nn.Module) -> list[Any]:
     return [module.processor for module in transformer.modules() if hasattr(module, "processor")]
+
+
+def _blocks(transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    return [block for blocks in transformer.children() if isinstance(blocks, torch.nn.ModuleList) for block in blocks]
+
+
+def _refuse_caches(transformer: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
+    """Raise ValueError where blocks are skipped by what a rank sees of its own tokens: one rank would, another not."""
+    for block in blocks:
+        registry = getattr(block, "_diffusers_hook", None)
+        if registry is not None and "fbc_leader_block_hook" in registry.hooks:
+            raise ValueError(
+                f"{type(transformer).__name__} has diffusers' FirstBlockCache, which skips blocks by a rank's own "
+                "tokens, so that ranks decide differently: disable_cache() before parallelize()"
+            )

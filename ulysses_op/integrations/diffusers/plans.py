@@ -35,7 +35,10 @@ class Plan:
     outputs: module, index of its output -> how it is split.
     gathers: modules whose output (B, S_local, C) becomes (B, S, C).
     local: attention modules that need no exchange, since every rank has all of their keys and values.
-    order: the token sequences as the model puts them side by side for a joint attention.
+    order: the token sequences, by the names of their arguments, as the model puts them side by side for a joint
+        attention.
+
+    Raises TypeError for anything else in these.
     """
 
     gathers: Sequence[str]
@@ -43,6 +46,19 @@ class Plan:
     outputs: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
     local: Sequence[str] = ()
     order: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gathers", "local", "order"):
+            names: Any = getattr(self, name)
+            if isinstance(names, str) or not all(isinstance(one, str) for one in names or ()):
+                raise TypeError(f"{name} of a plan is {names!r}: expected a sequence of names")
+        for name in ("inputs", "outputs"):
+            for module, splits in getattr(self, name).items():
+                for key, split in splits.items():
+                    several = name == "inputs" and isinstance(split, (list, tuple))
+                    for one in split if several else (split,):
+                        if not isinstance(one, Split):
+                            raise TypeError(f"{name}[{module!r}][{key!r}] of a plan is {one!r}: expected a Split")
 
 
 _TOKENS = Split(1, 3)
@@ -87,12 +103,17 @@ _PLANS = {
 }
 
 
-def plan_of(model: Any) -> Plan:
-    """The plan for a diffusers model: ours if it has one, else what its class states in ``_cp_plan``.
+def plan_of(model: Any, given: Plan | Mapping[str, Any] | None = None) -> Plan:
+    """The plan for a diffusers model: what is given, else ours if it has one, else what its class states in
+    ``_cp_plan``. ``given`` may be of the form of that, too.
 
-    Raises ValueError for a model without either, and for variants that cannot be split.
+    Raises ValueError for a model without any, and for variants that cannot be split; TypeError for what is no plan.
     """
     name = type(model).__name__
+    if isinstance(given, Plan):
+        return given
+    if given is not None:
+        return _from_stated(name, given)
     if name == "HunyuanVideoTransformer3DModel" and model.config.image_condition_type == "token_replace":
         raise ValueError(
             "HunyuanVideoTransformer3DModel with image_condition_type='token_replace' modulates the first frame's "
@@ -107,7 +128,15 @@ def plan_of(model: Any) -> Plan:
         return _PLANS[name]
     stated = getattr(model, "_cp_plan", None)
     if not stated:
-        raise ValueError(f"{name} has no context-parallel plan (_cp_plan): pass one, parallelize(..., plan=Plan(...))")
+        raise ValueError(
+            f"{name} has no context-parallel plan (_cp_plan): pass one, parallelize(..., plan=Plan(...)), with Plan "
+            "and Split of ulysses_op.integrations.diffusers"
+        )
+    return _from_stated(name, stated)
+
+
+def _from_stated(name: str, stated: Mapping[str, Any]) -> Plan:
+    """A ``_cp_plan`` for models of the class ``name``, with what such plans do not tell."""
     plan = from_diffusers(stated, _ORDERS.get(name))
     inputs = dict(plan.inputs)
     if name in _MORE_INPUTS:
@@ -118,22 +147,36 @@ def plan_of(model: Any) -> Plan:
 def from_diffusers(stated: Mapping[str, Any], order: Sequence[str] | None = None) -> Plan:
     """A ``_cp_plan`` of diffusers as a :class:`Plan`.
 
-    Raises ValueError for an output that is gathered along another dimension than 1.
+    Raises TypeError for what is none, ValueError for an output that is gathered along another dimension than 1.
     """
+    if not isinstance(stated, Mapping):
+        raise TypeError(
+            f"plan is {stated!r}: expected a Plan of ulysses_op.integrations.diffusers, or a dict as diffusers' models "
+            "have it in _cp_plan"
+        )
     inputs: dict[str, dict[str, Split | Sequence[Split]]] = {}
     outputs: dict[str, dict[int, Split]] = {}
     gathers: list[str] = []
     for module, entry in stated.items():
         if not isinstance(entry, Mapping):
             for output in entry if isinstance(entry, (list, tuple)) else (entry,):
+                if not hasattr(output, "gather_dim"):
+                    raise TypeError(
+                        f"plan[{module!r}] is {output!r}: expected diffusers' ContextParallelOutput, or a dict of "
+                        "ContextParallelInput"
+                    )
                 if output.gather_dim != 1:
                     raise ValueError(f"the output of {module!r} is gathered along {output.gather_dim}, 1 is supported")
             gathers.append(module)
             continue
         for key, split in entry.items():
+            several = isinstance(split, (list, tuple)) and not isinstance(key, int)
+            for part in split if several else (split,):
+                if not hasattr(part, "split_dim"):
+                    raise TypeError(f"plan[{module!r}][{key!r}] is {part!r}: expected diffusers' ContextParallelInput")
             if isinstance(key, int):
                 outputs.setdefault(module, {})[key] = Split(split.split_dim, split.expected_dims)
-            elif isinstance(split, (list, tuple)):
+            elif several:
                 inputs.setdefault(module, {})[key] = [_split(part, key) for part in split]
             else:
                 inputs.setdefault(module, {})[key] = _split(split, key)
