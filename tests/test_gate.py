@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -404,16 +405,24 @@ def run_mismatch(
 
 
 def run_mismatch_message(
-    rank: int, world_size: int, members: tuple[int, ...], backend: str, device: str = "cpu"
+    rank: int, world_size: int, members: tuple[int, ...], backend: str, of: dict[str, Any], known: bool
 ) -> str | None:
+    """What rank 1 reads when it submits ``of`` its own: for the first time, or what all have exchanged before."""
     group = ranks.fresh_group(members)
     if group is None:
         return None
-    comm = ranks.fresh_communicator(group, backend, device, timeout_s=5.0)
+    own = {"shape": (1, 3, 4, 8), "dtype": torch.float32, "tag": "q", **(of if rank == 1 else {})}
+    comm = ranks.fresh_communicator(group, backend, timeout_s=5.0)
+    x = torch.zeros(own["shape"], dtype=own["dtype"])
+    if known:
+        for tag in ("q", "k"):
+            with comm.group(tag) as exchanges:
+                exchanges.submit(x, tag=tag)
+                exchanges.wait()
     text = ""
     try:
-        with comm.group("q") as exchanges:
-            exchanges.submit(torch.zeros(1, 3, 4, 5 + rank, device=device), tag="q")
+        with comm.group(own["tag"]) as exchanges:
+            exchanges.submit(x, tag=own["tag"])
             exchanges.wait()
     except MismatchError as error:
         text = str(error)
@@ -422,13 +431,39 @@ def run_mismatch_message(
 
 
 @pytest.mark.parametrize("backend", ["shm", "c10d"])
-def test_ranks_that_disagree_for_the_first_time_tell_each_other_what_they_have(
-    pool: ranks.RankPool, backend: str
+@pytest.mark.parametrize(
+    ("of", "told"),
+    [
+        ({"shape": (1, 2, 4, 8)}, "in seq_lens: {(3, 3)|(2, 2)}: where lengths are uneven, pass the same seq_lens="),
+        ({"shape": (1, 3, 4, 6)}, "in D: {8|6}"),
+        ({"shape": (1, 3, 8, 8)}, "in H: {4|8}; in heads: {((0, 2), (2, 4))|((0, 4), (4, 8))}"),
+        ({"dtype": torch.int32}, "in dtype: {torch.float32|torch.int32}"),
+    ],
+    ids=["lengths", "head dimension", "heads", "dtype"],
+)
+def test_ranks_that_disagree_for_the_first_time_tell_in_what(
+    pool: ranks.RankPool, backend: str, of: dict[str, Any], told: str
 ) -> None:
-    first, second, *_ = pool.run(run_mismatch_message, (0, 1), backend)
-    for text, own, other in ((first, 5, "rank 1: 'q'"), (second, 6, "rank 0: 'q'")):
-        mine, theirs = text.split("; rank")
-        assert f"head_dim={own}" in mine and f"head_dim={11 - own}" in theirs and other in text
+    first, second, *_ = pool.run(run_mismatch_message, (0, 1), backend, of, False)
+    wanted = [
+        re.sub(r"{(.*?)\|(.*?)}", rf"\{here} here, \{there} on rank {peer}", told)
+        for here, there, peer in ((1, 2, 1), (2, 1, 0))
+    ]
+    for text, own in ((first, wanted[0]), (second, wanted[1])):
+        # The slower one may hear of it from the other.
+        found = [each for each in wanted if f"they differ {each}" in text]
+        assert found == [own] or ("a peer gave up" in text and found), text
+        assert "Exchange(" not in text
+
+
+@pytest.mark.parametrize("backend", ["shm", "c10d"])
+def test_ranks_that_disagree_later_tell_what_they_submitted(pool: ranks.RankPool, backend: str) -> None:
+    first, second, *_ = pool.run(run_mismatch_message, (0, 1), backend, {"tag": "k"}, True)
+    for text, own, other in ((first, "'q'", "'k'"), (second, "'k'", "'q'")):
+        if backend == "shm":
+            assert "submitted another tag" in text and f"this rank: tag {own}" in text and "D 8" in text, text
+        else:
+            assert f"they differ in tag: {own} here, {other} on rank" in text, text
 
 
 def run_without_memory(rank: int, world_size: int, members: tuple[int, ...], backend: str) -> list[str] | None:

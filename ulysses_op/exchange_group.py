@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ class Submission:
     """One tensor on its way. ``state`` belongs to the engine that moves it."""
 
     __slots__ = (
-        *("differentiable", "digest", "dtype", "exchange", "final", "met", "own_slice", "owned", "state", "tag"),
-        *("version", "x"),
+        *("differentiable", "digest", "dtype", "exchange", "final", "met", "name", "own_slice", "owned", "state"),
+        *("tag", "version", "x"),
     )
 
     def __init__(
@@ -36,6 +36,7 @@ class Submission:
         own_slice: bool = True,
     ) -> None:
         self.tag = tag
+        self.name = name
         self.final = final
         self.x = x
         self.dtype = x.dtype
@@ -61,6 +62,11 @@ class Submission:
                 f"the tensor submitted as {self.tag!r} was modified in place before wait(): its "
                 "copies may still be reading it"
             )
+
+
+def text_of(fields: Mapping[str, str]) -> str:
+    """What :meth:`ExchangeGroup.compared` tells, as one line, without what is not so."""
+    return ", ".join(f"{name} {text}" for name, text in fields.items() if text not in ("False", "''", "()"))
 
 
 _digests: dict[Any, int] = {}
@@ -203,12 +209,28 @@ class ExchangeGroup:
         """Whether the next submission is the last one."""
         return final or len(self.submissions) + 1 == len(self.tags)
 
-    def compared(self, submission: Submission) -> str:
-        """What the ranks have to submit alike as ``submission``, the next one, for people to read."""
-        named = f" of the group {self.tags}" if self.tags else ""
-        gradient = ", with a gradient" if submission.differentiable else ""
-        final = ", final" if submission.final else ""
-        return f"{submission.tag!r}{named}: {submission.exchange}, {submission.x.dtype}{gradient}{final}"
+    def compared(self, submission: Submission) -> dict[str, str]:
+        """What the ranks have to submit alike as ``submission``, by name, for people to read."""
+        exchange = submission.exchange
+        return {
+            "tag": repr(submission.tag),
+            "the group's names": str(self.tags),
+            "direction": exchange.direction,
+            "B": str(exchange.batch),
+            "H": str(exchange.num_heads),
+            "D": str(exchange.head_dim),
+            "heads": str(exchange.heads),
+            "seq_lens": str(exchange.seq_lens),
+            "dtype": str(submission.dtype),
+            "requires_grad": str(submission.differentiable),
+            "final": str(submission.final),
+            "in a CUDA graph": str(self.captured),
+            "name in the program": repr(submission.name),
+        }
+
+    def submitted(self) -> str:
+        """All of it for people to read."""
+        return "; ".join(text_of(self.compared(submission)) for submission in self.submissions)
 
     def ready_digest(self, first: Submission) -> int:
         """What READY stands for: with the names, since READY opens the targets of all of them, and whether they are

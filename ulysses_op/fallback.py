@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -75,7 +76,7 @@ class C10dEngine:
         """Each all-to-all completes by itself; what is left is to compare the whole of the group."""
         if self._device.type == "cpu":
             if not group.submissions[-1].final:  # a final one has told that no more follow
-                self._compare(group.done_digest(), f"the end of the group of {group.describe()}")
+                self._compare(group.done_digest(), {"tag": f"none (the group ends behind {group.describe()})"})
             return
         own = torch.full((1,), group.done_digest() - (1 << 63), dtype=torch.int64, device=self._device)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -132,15 +133,15 @@ class C10dEngine:
                 f"{error}"
             ) from error
 
-    def _compare(self, digest: int, what: str) -> None:
+    def _compare(self, digest: int, fields: Mapping[str, str]) -> None:
         if self._device.type == "cpu":
             own = torch.tensor([digest - (1 << 63)], dtype=torch.int64, device="cpu")
             gathered = [torch.empty_like(own) for _ in range(self.world_size)]
             work = dist.all_gather(gathered, own, group=self._group(), async_op=True)
             assert work is not None
-            self._await(work, what)
+            self._await(work, fields["tag"])
             if any(int(tensor) != int(own) for tensor in gathered):  # on all ranks, then, so all tell what they have
-                self._channel.compare(digest, what, self.backend)
+                self._channel.compare(digest, fields, self.backend)
         elif digest in self._agreed:
             return
         else:
@@ -149,7 +150,7 @@ class C10dEngine:
                     "the ranks have not exchanged this before, and cannot compare what they are about to exchange "
                     "inside a CUDA graph capture: run the same group once before"
                 )
-            self._channel.compare(digest, what, self.backend)
+            self._channel.compare(digest, fields, self.backend)
             if len(self._agreed) >= 4096:
                 self._agreed.clear()
             self._agreed.add(digest)

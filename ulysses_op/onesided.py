@@ -347,8 +347,9 @@ def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup
         text = f"{where}{signal}: a peer gave up, what it sent since is void: {failure.message}"
     else:
         peers = f"rank(s) {', '.join(map(str, failure.peers))}"
+        own = f"; this rank: {group.submitted()}" if group is not None and group.submissions else ""
         what = {
-            "mismatch": f"{peers} submitted another tag, shape, dtype, plan, need of a gradient, or order",
+            "mismatch": f"{peers} submitted another tag, shape, dtype, plan, need of a gradient, or order{own}",
             "peer_gone": f"the process of {peers} has ended, or closed the communicator",
             "timeout": f"{peers} did not signal within {failure.seconds:.1f} s (timeout_s)",
         }.get(failure.kind, f"{peers}: {failure.kind}")

@@ -5,10 +5,11 @@ pickles.
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from . import _C
 from .bounded_calls import bounded
 from .errors import BrokenCommunicatorError, MismatchError, PeerTimeoutError, TargetError, error_of_kind
+from .exchange_group import text_of
 from .torch_compat import group_device_types, group_store
 
-_DESCRIPTION_BYTES = 2048
+_FIELD_CHARACTERS = 512  # what is told of each thing in which ranks may differ
 _MESSAGE_BYTES = 8192
 _STORE_GRACE_S = 1.0  # beyond the time-out, for a store that answers, and for a process that is about to have ended
 
@@ -73,6 +75,20 @@ def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float)
         ) from error
     messages = [bytes(tensor.tolist()) for tensor in gathered]
     return [text[4 : 4 + int.from_bytes(text[:4], "little")] for text in messages]
+
+
+def _differences(own: Mapping[str, str], others: Mapping[int, Mapping[str, str]]) -> str:
+    told = []
+    for name, text in own.items():
+        there: dict[str, list[str]] = {}
+        for peer, fields in others.items():
+            if fields.get(name, text) != text:
+                there.setdefault(fields[name], []).append(str(peer))
+        if there:
+            on_ranks = ", ".join(f"{other} on rank {', '.join(peers)}" for other, peers in there.items())
+            hint = ": where lengths are uneven, pass the same seq_lens= on all ranks" if name == "seq_lens" else ""
+            told.append(f"{name}: {text} here, {on_ranks}{hint}")
+    return f"they differ in {'; in '.join(told)}" if told else "they differ in what they submitted before it"
 
 
 class Channel:
@@ -152,16 +168,20 @@ class Channel:
         del self._set_before[:earlier]
         return payloads
 
-    def compare(self, digest: int, what: str, backend: str) -> None:
-        """Raise MismatchError unless ``digest``, 64 bits, is the same on every rank. ``what`` it stands for is told to
-        the ranks that have another."""
+    def compare(self, digest: int, fields: Mapping[str, str], backend: str) -> None:
+        """Raise MismatchError unless ``digest``, 64 bits, is the same on every rank. ``fields`` are what it stands for,
+        by name; those in which ranks differ are told."""
         own = digest.to_bytes(8, "little")
-        payloads = self.all_gather(own + what.encode()[:_DESCRIPTION_BYTES])
-        others = [peer for peer, payload in enumerate(payloads) if payload[:8] != own]
+        cut = {name: text[:_FIELD_CHARACTERS] for name, text in fields.items()}
+        try:
+            payloads = self.all_gather(own + json.dumps(cut).encode())
+        except MismatchError as error:  # a peer is elsewhere
+            raise MismatchError(f"{error}. This rank submits {text_of(cut)}") from None
+        others = {peer: json.loads(payload[8:]) for peer, payload in enumerate(payloads) if payload[:8] != own}
         if others:
-            told = "; ".join(f"rank {peer}: {payloads[peer][8:].decode(errors='replace')}" for peer in others)
             raise MismatchError(
-                f"rank {self.rank} ({backend}): the ranks submitted different things. This rank: {what}; {told}"
+                f"rank {self.rank} ({backend}), tag {cut['tag']}: the ranks submitted different things: "
+                f"{_differences(cut, others)}"
             )
 
     def _signalling(self) -> list[int]:
