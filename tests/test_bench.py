@@ -32,6 +32,16 @@ def check_rows(table: dict[str, Any]) -> None:
         assert row[ALONE]["iterations"] == 2 and row[ALONE]["median_us"] > 0, name
 
 
+def test_shapes_that_memory_is_too_small_for() -> None:
+    """They are left out before anything of them is made: 1 TB a tensor, on all levels that CPUs run."""
+    levels = ["exchange", "block", "compiled", "ablation", "contention", "host"]
+    run = bench("--level", *levels, "--shape", "1,50000000,40,128", "--device", "cpu")
+    assert run.returncode == 2, run.stdout + run.stderr
+    for level in levels:
+        assert f"left out: {level} (1, 50000000, 40, 128): 2 ranks need about " in run.stdout
+    assert run.stdout.count("GB are available: take a smaller --shape") == len(levels)
+
+
 def test_tables(tmp_path: Path) -> None:
     """Of a small shape; the second one is left out and said to be."""
     path = tmp_path / "bench.json"

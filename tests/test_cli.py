@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -205,16 +206,23 @@ def misbehave(device: torch.device, how: str) -> int:
             raise KeyError("rank 1 is unwell")
         if how == "die":
             os._exit(7)
+        if how == "be killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "stay":
             time.sleep(1000)
-    elif how in ("raise", "die"):
+    elif how in ("raise", "die", "be killed"):
         dist.all_reduce(torch.zeros(1))
     return 3 * rank
 
 
 @pytest.mark.parametrize(
     "how, first",
-    [("raise", "KeyError: 'rank 1 is unwell'"), ("die", "ended with exit code 7"), ("stay", "did not end within 12 s")],
+    [
+        ("raise", "KeyError: 'rank 1 is unwell'"),
+        ("die", "ended with exit code 7, without a word"),
+        ("be killed", "was killed (SIGKILL, out of memory?), without a word"),
+        ("stay", "did not end within 12 s"),
+    ],
 )
 def test_launch_tells_which_rank_failed_first(how: str, first: str) -> None:
     placement = launch.place(2, "cpu")

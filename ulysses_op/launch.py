@@ -220,6 +220,13 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def _end_of(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"was killed ({name}{', out of memory?' if -code == signal.SIGKILL else ''})"
+
+
 def _collect(processes: list[Any], connections: list[Connection], timeout_s: float) -> int:
     """The largest exit status, once every rank has sent its own and ended."""
     statuses: dict[int, int] = {}
@@ -242,7 +249,7 @@ def _collect(processes: list[Any], connections: list[Connection], timeout_s: flo
             except EOFError:
                 # Told first: peers may have failed of it, and told that before its end showed here.
                 processes[rank].join(_GRACE_S)
-                answer = (0.0, f"ended with exit code {processes[rank].exitcode}, without a word")
+                answer = (0.0, f"{_end_of(processes[rank].exitcode)}, without a word")
             if isinstance(answer, int):
                 statuses[rank] = answer
                 continue

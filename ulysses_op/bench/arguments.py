@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,6 +16,7 @@ from ..launch import under_torchrun
 from .profiles import PROFILES, Shape, shape_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MEMORY, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -49,6 +53,27 @@ def unfit(shape: Shape, world_size: int, for_block: bool) -> str:
     if shape[2] % world_size:
         return f"H = {shape[2]} does not divide by {world_size} ranks"
     return "the blocks take B = 1" if for_block and shape[0] != 1 else ""
+
+
+_TENSORS = {"exchange": 57, "block": 40, "compiled": 40, "ablation": 74, "contention": 20, "host": 25}
+"""How many tensors of the shape a rank holds at most, level by level, as measured on CPUs."""
+_WEIGHTS = 8  # as many of (C, C) in the levels that have a block
+
+
+def needed_bytes(level: str, shape: Shape, dtype: torch.dtype) -> int:
+    """About what a rank needs to measure a level on the CPU."""
+    elements, width = math.prod(shape), shape[2] * shape[3]
+    weights = 0 if level in ("exchange", "host") else _WEIGHTS * width * width
+    return (_TENSORS[level] * elements + weights) * dtype.itemsize
+
+
+def available_bytes() -> int:
+    """Memory of this host, or of the container around this process, that is not in use."""
+    (kilobytes,) = (line.split()[1] for line in _MEMORY.read_text().splitlines() if line.startswith("MemAvailable:"))
+    found = int(kilobytes) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+        found = min(found, int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text()))
+    return max(found, 0)
 
 
 def number_from(least: int) -> Callable[[str], int]:

@@ -14,7 +14,16 @@ import torch
 
 from ..launch import LaunchError, add_arguments, place, positive, run
 from .ablation import ablation_table, print_ablation_table
-from .arguments import add_shape_arguments, chosen_dtype, chosen_shapes, command_line, number_from, unfit
+from .arguments import (
+    add_shape_arguments,
+    available_bytes,
+    chosen_dtype,
+    chosen_shapes,
+    command_line,
+    needed_bytes,
+    number_from,
+    unfit,
+)
 from .block import ATTENTIONS, block_table, print_block_table
 from .contention import contention_table, print_contention_table
 from .diffusers import MODELS, diffusers_table, print_diffusers_table
@@ -159,12 +168,30 @@ def _tables(
             lack = unfit(shape, ranks.world_size, for_block=level in ("block", "compiled", "ablation", "contention"))
             if lack:
                 left_out.append(f"{level} {shape}: {lack}")
+            elif excess := _excess(level, shape, dtype, ranks):
+                left_out.append(f"{level} {shape}: {excess}")
             elif ranks.over_budget():
                 left_out.append(f"{level} {shape}: the budget of {options.budget:.0f} s was used up")
             else:
                 yield from levels[level](shape)
                 if ranks.on_cuda:
                     torch.cuda.empty_cache()
+
+
+def _excess(level: str, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> str:
+    """Why the CPU's memory is too small for a shape; empty where it is not, and on GPUs, which tell of it themselves.
+    Collective.
+    """
+    if ranks.on_cuda:
+        return ""
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    needed, available = on_host * needed_bytes(level, shape, dtype), available_bytes()
+    if not ranks.any(needed > available):
+        return ""
+    return (
+        f"{on_host} ranks need about {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are available: take "
+        "a smaller --shape, --profile small, or --dtype bfloat16"
+    )
 
 
 def _print(table: dict[str, Any]) -> None:
