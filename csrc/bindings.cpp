@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -79,13 +80,17 @@ void bind_copy_plan(py::module_& m) {
 }
 
 void bind_shared_memory(py::module_& m) {
+  m.def(
+      "make_private", [](uintptr_t address, size_t size) { make_private(reinterpret_cast<void*>(address), size); },
+      py::arg("address"), py::arg("size_bytes"));
   py::class_<SharedSegment, std::shared_ptr<SharedSegment>>(m, "SharedSegment", py::buffer_protocol())
       .def_static(
           "create",
-          [](const std::string& name, size_t size) {
-            return std::make_shared<SharedSegment>(SharedSegment::create(name, size));
+          [](const std::string& name, size_t size, std::optional<size_t> reserved) {
+            return std::make_shared<SharedSegment>(SharedSegment::create(name, size, reserved.value_or(size)));
           },
-          py::arg("name"), py::arg("size_bytes"), Release())
+          py::arg("name"), py::arg("size_bytes"), py::arg("reserved_bytes") = py::none(), Release())
+      .def("reserve", &SharedSegment::reserve, py::arg("offset"), py::arg("size_bytes"), Release())
       .def_static(
           "open",
           [](const std::string& name, size_t size) {
@@ -121,7 +126,7 @@ void bind_shared_memory(py::module_& m) {
       .def("peer_gone", &Board::peer_gone, py::arg("peer"))
       .def("signalled", &Board::signalled, py::arg("peer"));
   TransportClass<ShmTransport>(m, "ShmTransport")
-      .def_property_readonly_static("PLACES_OFFSET", [](const py::object&) { return ShmTransport::kPlacesOffset; })
+      .def_property_readonly_static("PLACES_OFFSET", [](const py::object&) { return ShmTransport::places_offset(); })
       .def(py::init<std::shared_ptr<Board>, double, bool, bool>(), py::arg("board"), py::arg("timeout_s"),
            py::arg("skip_ready"), py::arg("skip_done"))
       .def("begin", &ShmTransport::begin, py::arg("ready"))

@@ -1,5 +1,7 @@
 #include "shm_transport.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -20,7 +22,7 @@ char* place_in(uintptr_t target, size_t place_bytes) {
   if (place_bytes == 0) return base;
   const auto& number = *reinterpret_cast<const std::atomic<uint32_t>*>(base);
   // Whatever it says: within the target.
-  return base + ShmTransport::kPlacesOffset + (number.load(std::memory_order_relaxed) & 1U) * place_bytes;
+  return base + ShmTransport::places_offset() + (number.load(std::memory_order_relaxed) & 1U) * place_bytes;
 }
 
 void copy_rows(const PitchedCopy& copy, const char* source, char* target) {
@@ -34,6 +36,11 @@ void copy_rows(const PitchedCopy& copy, const char* source, char* target) {
 }
 
 }  // namespace
+
+size_t ShmTransport::places_offset() {
+  static const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  return page;
+}
 
 ShmTransport::ShmTransport(std::shared_ptr<Board> board, double timeout_s, bool skip_ready, bool skip_done)
     : board_(std::move(board)), timeout_s_(timeout_s), skip_ready_(skip_ready), skip_done_(skip_done), thread_([this] {

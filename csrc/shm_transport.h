@@ -22,13 +22,14 @@ namespace ulysses {
 // Commands return at once and run in order on the copy thread:
 //   begin(r)  READY: tell every peer that this rank's targets may be written, await the same from all
 //   put       write this rank's slices into the peers' targets. A target with places begins with the number, 0 or 1, of
-//             that one of the two which its owner, before READY, has chosen; the first is kPlacesOffset bytes further
+//             that one of the two which its owner, before READY, has chosen; the first is places_offset() bytes further
 //   end(d)    DONE: tell every peer that its data is complete, await the same from all
 // wait_for(g) tells when group g has ended. Once a command fails, or after shutdown(), later ones are dropped unrun, so
 // nothing is written after a failure.
 class ShmTransport {
  public:
-  static constexpr size_t kPlacesOffset = 4096;
+  // A page.
+  static size_t places_offset();
 
   // skip_ready and skip_done leave a handshake out: only for tests that show what it protects.
   ShmTransport(std::shared_ptr<Board> board, double timeout_s, bool skip_ready, bool skip_done);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from oracle import values, wrong_elements
 from test_targets import _scattered
 
-from ulysses_op._C import ShmTransport
+import ulysses_op
+from ulysses_op._C import SharedSegment, ShmTransport
 from ulysses_op.places import Places
 
 SHAPE = (2, 6, 8, 16)
@@ -114,6 +117,94 @@ def _let_go(rank: int, world_size: int) -> list[int]:
 
 def test_memory_goes_with_the_last_view(pool: ranks.RankPool) -> None:
     assert pool.run(_let_go) == [[1, 0]] * 4
+
+
+def _small(rank: int, world_size: int) -> tuple[list[bool], int]:
+    comm = ranks.fresh_communicator(tuple(range(world_size)), "shm")
+    exchanged(comm, 0, rank, ("a",), True, (1, 5000, 8, 16))
+    results = [exchanged(comm, 1, rank, ("a",), True, (1, length, 8, 16)) for length in (5, 2000)]
+    there = [in_place(comm, result) for ((_, result),) in results]
+    wrong = sum(
+        count_wrong(each, rank, world_size, (1, length, 8, 16)) for each, length in zip(results, (5, 2000), strict=True)
+    )
+    comm.close()
+    return there, wrong
+
+
+def test_a_small_result_does_not_keep_a_large_place(pool: ranks.RankPool) -> None:
+    assert pool.run(_small) == [([False, True], 0)] * 4
+
+
+def _fork(rank: int, world_size: int) -> list[Any]:
+    """What a child and its parent have of a result, each having written or let go of it meanwhile."""
+    comm = ranks.fresh_communicator(tuple(range(world_size)), "shm")
+    held = exchanged(comm, 0, rank, ("a",), True)
+    kept = exchanged(comm, 1, rank, ("b",), True)
+    assert in_place(comm, held[0][1]) and in_place(comm, kept[0][1])
+    ready, go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(ready, 1)
+        wrong = count_wrong(held, rank, world_size)
+        held[0][1].fill_(99)
+        kept[0][1].fill_(99)
+        os._exit(wrong)
+    del held
+    later = exchanged(comm, 2, rank, ("a",), True)
+    there = in_place(comm, later[0][1])
+    os.write(go, b"x")
+    _, status = os.waitpid(pid, 0)
+    wrong = count_wrong([*kept, *later], rank, world_size)
+    comm.close()
+    return [there, os.waitstatus_to_exitcode(status), wrong]
+
+
+def test_a_forked_process_has_results_of_its_own(pool: ranks.RankPool) -> None:
+    assert pool.run(_fork) == [[True, 0, 0]] * 4
+
+
+def _default_device(rank: int, world_size: int) -> int:
+    comm = ranks.fresh_communicator(tuple(range(world_size)), "shm")
+    x = values(SHAPE, torch.float32, "cpu", 0, rank)
+    with torch.device("meta"), comm.group("a") as group:
+        group.submit(x, tag="a")
+        (result,) = group.wait()
+    comm.close()
+    return count_wrong([(0, result)], rank, world_size)
+
+
+def test_under_another_default_device(pool: ranks.RankPool) -> None:
+    assert pool.run(_default_device) == [0] * 4
+
+
+def _no_room(rank: int, world_size: int) -> list[Any]:
+    """Rank 1 holds a result, and gets no memory for a second place, as from a full /dev/shm, which others need."""
+    comm = ranks.fresh_communicator(tuple(range(world_size)), "shm")
+    long = (1, 5000, 8, 16)
+    held = exchanged(comm, 0, rank, ("a",), True, long)
+    if rank != 1:
+        held = [(seed, result.clone()) for seed, result in held]
+
+    def full(self: SharedSegment, offset: int, size_bytes: int) -> None:
+        raise RuntimeError("No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(SharedSegment, "reserve", full)
+        try:
+            exchanged(comm, 1, rank, ("a",), True, long)
+            told = "nothing"
+        except ulysses_op.UlyssesError as error:
+            told = type(error).__name__
+    wrong = count_wrong(held, rank, world_size, long)
+    with contextlib.suppress(RuntimeError):
+        comm.close()
+    return [told, wrong]
+
+
+def test_no_memory_for_a_second_place(pool: ranks.RankPool) -> None:
+    expected = [[told, 0] for told in ("PeerAbortError", "TargetError", "PeerAbortError", "PeerAbortError")]
+    assert pool.run(_no_room) == expected
 
 
 def _empty(rank: int, world_size: int) -> tuple[int, ...]:

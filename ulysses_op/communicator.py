@@ -302,7 +302,7 @@ class Communicator:
             )
         begins = group not in self._groups
         if begins:
-            self._begin(engine, tag)
+            self._begin(engine, group.tags or (tag,))
         elif len(self._groups) > 1 and any(other.has(tag) for other in self._groups if other is not group):
             error = RuntimeError(f"tag {tag!r} belongs to an earlier group that was not waited for yet")
             self._break(error)
@@ -389,8 +389,8 @@ class Communicator:
         elif not group.final:
             self._guarded(self._finish, group)
 
-    def _begin(self, engine: Engine, tag: str) -> None:
-        """Whether a group may begin with ``tag``: one after the other, except where they are pipelined."""
+    def _begin(self, engine: Engine, tags: Sequence[str]) -> None:
+        """Whether a group of ``tags`` may begin: one after the other, except where they are pipelined."""
         for other in self._groups:
             if other.waiting:
                 raise RuntimeError(f"the group of {other.describe()} is being waited for, {_ELSEWHERE}")
@@ -400,7 +400,7 @@ class Communicator:
                     "communicator"
                 )
         full = len(self._groups) >= MAX_UNWAITED
-        lost = [group for group in self._groups if not self._pipelined or full or group.has(tag)]
+        lost = [group for group in self._groups if not self._pipelined or full or any(map(group.has, tags))]
         for group in lost:
             self._abandon(engine, group)
         if lost:

@@ -71,8 +71,8 @@ class SharedMemory:
         segments: list[_C.SharedSegment] = []
         try:
             self._channel.vote(
-                f"allocating {segment_bytes} bytes of shared memory",
-                lambda: segments.append(_C.SharedSegment.create(own_name, segment_bytes)),
+                f"allocating {size} bytes of shared memory",
+                lambda: segments.append(Places.create(own_name, size)),
             )
             own = segments.pop()
 
