@@ -227,8 +227,9 @@ def run_interrupted_close(
     except (KeyboardInterrupt, RuntimeError) as error:
         told = type(error).__name__
     comm.close()
-    gc.collect()  # the errors' frames hold targets
-    problems = [what for what in grown(before) if what.startswith(("fds", "threads"))]
+    del submitted, comm  # whose last groups hold targets
+    gc.collect()
+    problems = grown(before)
     wanted = "KeyboardInterrupt" if rank == members[0] else "PeerAbortError"
     return problems + ([] if (told, took_s < 15) == (wanted, True) else [f"told {told} after {took_s:.1f} s"])
 
