@@ -302,18 +302,24 @@ def test_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("[1]", "is no Chrome trace: AttributeError"),
         ("no JSON", "is no Chrome trace: JSONDecodeError"),
         ('{"traceEvents": []}', "nothing that a GPU did"),
-        (None, "No such file"),
     ],
 )
-def test_read_what_is_no_trace(text: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_read_what_is_no_trace(text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The others are read all the same."""
     path, good = tmp_path / "bad.json", write_trace(tmp_path / "good.json", step_events())
-    if text is not None:
-        path.write_text(text)
+    path.write_text(text)
     assert main(["trace", "--read", str(path), str(good), "--out", str(tmp_path)]) == 1
     told = capsys.readouterr()
     assert says in told.err and "bad.json" in told.err
     assert "\ngood\nsteps: 1" in told.out
+
+
+def test_read_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing, good = tmp_path / "missing.json", write_trace(tmp_path / "good.json", step_events())
+    assert main(["trace", "--read", str(good), str(missing), "--out", str(tmp_path / "folder")]) == 2
+    told = capsys.readouterr()
+    assert told.err == f"trace: no such file: {missing}\n" and told.out == ""
+    assert list(tmp_path.iterdir()) == [good]
 
 
 def test_without_gpus_nothing_runs(

@@ -76,6 +76,9 @@ def main(options: argparse.Namespace) -> int:
     """Record, or read what was recorded; the exit status."""
     try:
         if options.read:
+            missing = [str(path) for path in options.read if not path.is_file()]
+            if missing:
+                raise LaunchError(f"no such file: {', '.join(missing)}")
             _make_folder(options.out)
             return read(options)
         placement = place(options.ranks, options.device)
