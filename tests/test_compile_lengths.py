@@ -298,7 +298,7 @@ def indivisible(rank: int, world_size: int, dynamic: bool) -> tuple[str, str]:
 def test_a_length_that_does_not_divide_is_an_error_while_tracing(pool: ranks.RankPool, dynamic: bool) -> None:
     for backend, message in pool.run(indivisible, dynamic, timeout_s=100):
         assert backend == "shm"
-        assert "does not split equally over 4 ranks: pass seq_lens" in message
+        assert "does not split equally over world_size = 4 ranks: pass seq_lens, one length per rank" in message
 
 
 # Targets that grow.

@@ -218,10 +218,7 @@ def scatter_exchange(
     batch, seq_local, num_heads, head_dim = _check_shape(shape, world_size, rank, "(B, S_local, H, D)")
     if heads is None:
         if num_heads % world_size:
-            raise ValueError(
-                f"H = {num_heads} heads do not split equally over world_size = {world_size} ranks: "
-                "pass heads, for instance from ulysses_op.head_plan(num_q_heads, num_kv_heads, world_size)"
-            )
+            raise ValueError(heads_do_not_split(num_heads, world_size))
         ranges = _split(num_heads, world_size)
     else:
         ranges = _check_heads(heads, world_size)
@@ -241,9 +238,7 @@ def scatter_exchange(
     else:
         lengths = _check_seq_lens(seq_lens, world_size)
         if lengths[rank] != seq_local:
-            raise ValueError(
-                f"seq_lens[{rank}] must be this rank's S_local = {seq_local} (shape[1]), got {lengths[rank]}"
-            )
+            raise ValueError(length_does_not_fit(seq_local, rank, lengths[rank]))
     return Exchange("scatter_heads", batch, num_heads, head_dim, ranges, lengths)
 
 
@@ -276,24 +271,46 @@ def gather_exchange(
             )
         start, stop = ranges[rank]
         if stop - start != heads_local:
-            raise ValueError(
-                f"heads[{rank}] must have this rank's H_local = {heads_local} heads (shape[2]), got ({start}, {stop})"
-            )
+            raise ValueError(own_heads_do_not_fit(heads_local, rank, (start, stop)))
     if seq_lens is None:
         if seq_global % world_size:
-            raise ValueError(
-                f"S_global = {seq_global} (shape[1]) does not split equally over world_size = {world_size} ranks: "
-                "pass seq_lens, one length per rank"
-            )
+            raise ValueError(sequence_does_not_split(seq_global, world_size))
         lengths = (seq_global // world_size,) * world_size
     else:
         lengths = _check_seq_lens(seq_lens, world_size)
         if sum(lengths) != seq_global:
-            raise ValueError(
-                f"seq_lens must add up to S_global = {seq_global} (shape[1]), got {lengths} with sum {sum(lengths)}"
-            )
+            raise ValueError(lengths_do_not_add_up(seq_global, lengths))
     num_heads = max(stop for _, stop in ranges) if replicas else sum(stop - start for start, stop in ranges)
     return Exchange("gather_heads", batch, num_heads, head_dim, ranges, lengths, replicas)
+
+
+# What is said of arguments that do not fit: here, and by the ops' fakes, whose sizes may be symbols.
+
+
+def heads_do_not_split(num_heads: Any, world_size: int) -> str:
+    return (
+        f"H = {num_heads} heads do not split equally over world_size = {world_size} ranks: "
+        "pass heads, for instance from ulysses_op.head_plan(num_q_heads, num_kv_heads, world_size)"
+    )
+
+
+def sequence_does_not_split(seq_global: Any, world_size: int) -> str:
+    return (
+        f"S_global = {seq_global} (shape[1]) does not split equally over world_size = {world_size} ranks: "
+        "pass seq_lens, one length per rank"
+    )
+
+
+def length_does_not_fit(seq_local: Any, rank: int, length: Any) -> str:
+    return f"seq_lens[{rank}] must be this rank's S_local = {seq_local} (shape[1]), got {length}"
+
+
+def lengths_do_not_add_up(seq_global: Any, lengths: Sequence[Any]) -> str:
+    return f"seq_lens must add up to S_global = {seq_global} (shape[1]), got {tuple(lengths)} with sum {sum(lengths)}"
+
+
+def own_heads_do_not_fit(heads_local: Any, rank: int, own: tuple[int, int]) -> str:
+    return f"heads[{rank}] must have this rank's H_local = {heads_local} heads (shape[2]), got {own}"
 
 
 def _split(count: int, parts: int) -> HeadRanges:

@@ -36,7 +36,15 @@ from .asynchronous import beside
 from .checked_calls import note
 from .communicator import Communicator
 from .gradients import sum_replicas
-from .layout import HeadRanges, slot_ranges
+from .layout import (
+    HeadRanges,
+    heads_do_not_split,
+    length_does_not_fit,
+    lengths_do_not_add_up,
+    own_heads_do_not_fit,
+    sequence_does_not_split,
+    slot_ranges,
+)
 from .process_groups import resolve_group
 
 _ARGUMENTS = "Tensor x, str communicator, int world_size, int rank, int[] heads, SymInt[] seq_lens"
@@ -200,16 +208,10 @@ def _scatter_fake(
         torch._check(num_heads == max(heads), lambda: f"heads reach to {max(heads)}, but x has H = {num_heads}")
         local: Any = heads[2 * rank + 1] - heads[2 * rank]
     else:
-        torch._check(
-            num_heads % world_size == 0,
-            lambda: f"H = {num_heads} does not split equally over {world_size} ranks: pass heads",
-        )
+        torch._check(num_heads % world_size == 0, lambda: heads_do_not_split(num_heads, world_size))
         local = num_heads // world_size
     if seq_lens:
-        torch._check(
-            seq_local == seq_lens[rank],
-            lambda: f"seq_lens[{rank}] is {seq_lens[rank]}, but x has S_local = {seq_local}",
-        )
+        torch._check(seq_local == seq_lens[rank], lambda: length_does_not_fit(seq_local, rank, seq_lens[rank]))
         seq_global: Any = sum(seq_lens)
     else:
         seq_global = seq_local * world_size
@@ -229,20 +231,17 @@ def _gather_fake(
     torch._check(x.dim() == 4, lambda: f"x must have 4 dimensions (B, S_global, H_local, D), got {x.dim()}")
     batch, seq_global, local, head_dim = x.shape
     if heads:
-        own = heads[2 * rank + 1] - heads[2 * rank]
-        torch._check(local == own, lambda: f"heads gives rank {rank} {own} heads, but x has H_local = {local}")
+        own = (heads[2 * rank], heads[2 * rank + 1])
+        torch._check(local == own[1] - own[0], lambda: own_heads_do_not_fit(local, rank, own))
         num_heads: Any = sum(heads[1::2]) - sum(heads[::2])
     else:
         num_heads = local * world_size
     if seq_lens:
         total = sum(seq_lens)
-        torch._check(seq_global == total, lambda: f"seq_lens add up to {total}, but x has S_global = {seq_global}")
+        torch._check(seq_global == total, lambda: lengths_do_not_add_up(seq_global, seq_lens))
         seq_local: Any = seq_lens[rank]
     else:
-        torch._check(
-            seq_global % world_size == 0,
-            lambda: f"S_global = {seq_global} does not split equally over {world_size} ranks: pass seq_lens",
-        )
+        torch._check(seq_global % world_size == 0, lambda: sequence_does_not_split(seq_global, world_size))
         seq_local = seq_global // world_size
     return x.new_empty((batch, seq_local, num_heads, head_dim))
 
