@@ -100,8 +100,15 @@ def test_doctor() -> None:
     assert told["c10d"] == "usable, exchange bitwise right on all ranks"
     assert told["symm_mem"] == "refused: rank 0, 1: the tensors are on cpu, symm_mem is for CUDA tensors"
     assert done.stdout.count("shares host memory with rank(s) 0, 1") == 2
-    assert "ULYSSES_OP_DISABLE       not set" in done.stdout
+    assert "ULYSSES_OP_DISABLE        not set" in done.stdout
     assert told["verdict"] == "ranks write straight into each other's memory"
+
+
+def test_doctor_of_one_rank() -> None:
+    done = command("doctor", "--ranks", "1", ULYSSES_OP_POISON_TARGETS="1", ULYSSES_OP_FLIGHT_RECORD="/tmp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict         one rank exchanges with nobody" in done.stdout
+    assert "ULYSSES_OP_POISON_TARGETS '1'" in done.stdout and "ULYSSES_OP_FLIGHT_RECORD  '/tmp'" in done.stdout
 
 
 def test_doctor_when_only_the_fallback_is_left() -> None:

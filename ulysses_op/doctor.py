@@ -21,8 +21,10 @@ from . import _C, __version__
 from .capability import BACKENDS, DISABLE_VARIABLE, Facts, disabled_backends
 from .communicator import TIMEOUT_VARIABLE, Communicator
 from .errors import BackendUnavailableError
+from .flight_record import DIRECTORY_VARIABLE
 from .launch import LaunchError, Placement, add_arguments, place, run
 from .mapping import segment_name
+from .onesided import POISON_VARIABLE
 from .rendezvous import all_gather_bytes
 
 DESCRIPTION = """\
@@ -37,6 +39,8 @@ exit status: 0 a backend that writes straight into peers' memory is in use, and 
 VARIABLES = (
     DISABLE_VARIABLE,
     TIMEOUT_VARIABLE,
+    DIRECTORY_VARIABLE,
+    POISON_VARIABLE,
     "CUDA_VISIBLE_DEVICES",
     "CUDA_MODULE_LOADING",
     "PYTORCH_ALLOC_CONF",
@@ -225,6 +229,8 @@ def describe(report: Report) -> str:
         1: "works, but only on the fallback: no direct writes into peers' memory",
         2: "does not work",
     }[report.status]
+    if report.placement.world_size == 1 and report.status < 2:
+        verdict = "one rank exchanges with nobody: 2 ranks or more show what works"
     lines += ["", f"in use          {report.backend or 'nothing'}: {report.reason}", f"verdict         {verdict}"]
     return "\n".join(lines)
 
@@ -248,15 +254,15 @@ def _describe_rank(finding: RankFinding) -> list[str]:
 
 
 def _describe_variables(ranks: Sequence[RankFinding]) -> list[str]:
-    lines = []
+    lines, width = [], max(map(len, VARIABLES))
     for variable in VARIABLES:
         values = [finding.variables.get(variable) for finding in ranks]
         shown = ["not set" if value is None else repr(value) for value in values]
         if len(set(shown)) == 1:
-            lines.append(f"  {variable:<24} {shown[0]}")
+            lines.append(f"  {variable:<{width}} {shown[0]}")
         else:
             by_rank = ", ".join(f"rank {finding.rank}: {text}" for finding, text in zip(ranks, shown, strict=True))
-            lines.append(f"  {variable:<24} DIFFERS: {by_rank}")
+            lines.append(f"  {variable:<{width}} DIFFERS: {by_rank}")
     return lines
 
 
