@@ -339,7 +339,9 @@ class _InTransit:
 
 def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup | None) -> BrokenCommunicatorError:
     """What a transport reports, as the error that the caller sees."""
-    where = f"rank {rank} ({backend}), group of {group.describe()}" if group is not None else f"rank {rank} ({backend})"
+    where = f"rank {rank} ({backend})"
+    if group is not None:
+        where += f", group of {group.describe()}" if group.submissions else ", before a group's first submission"
     signal = f" at {failure.signal}" if failure.signal else ""
     if failure.kind == "driver":
         text = f"{where}{signal}: this rank's device has failed: {failure.message}"

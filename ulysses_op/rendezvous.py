@@ -64,7 +64,8 @@ def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float)
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise PeerTimeoutError(
-                f"rank {group.rank()}: not every rank of the group built its communicator within {timeout_s} s"
+                f"rank {group.rank()}: not every rank of the group built its communicator within {timeout_s} s. The "
+                "process group is left in the middle of a collective: destroy it, and create another one"
             )
         time.sleep(0.0002)
     try:
