@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,11 @@ from ulysses_op import (
     PeerAbortError,
     PeerTimeoutError,
     UlyssesError,
+    gather_heads,
+    scatter_heads,
 )
+
+CALLS: tuple[Any, ...] = (scatter_heads, gather_heads)
 
 
 class Mine(Exception):
@@ -229,6 +234,7 @@ def run_closed(rank: int, world_size: int, members: tuple[int, ...], backend: st
 
     error = (RuntimeError,)
     problems = [
+        *(["the repr"] if repr(comm) != f"Communicator(rank {comm.rank} of {comm.world_size}, closed)" else []),
         refusal("scatter_heads after close", lambda: comm.scatter_heads(x), error, "closed"),
         refusal("gather_heads after close", lambda: comm.gather_heads(back), error, "closed"),
         refusal("a group after close", in_group, error, "closed"),
@@ -517,3 +523,30 @@ def run_other_communicators_survive(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_communicators_survive(pool: ranks.RankPool, backend: str) -> None:
     ok(pool.run(run_other_communicators_survive, MEMBERS[3], backend, "cpu"))
+
+
+def run_communicator_as_a_group(rank: int, world_size: int) -> list[str]:
+    comm = ranks.communicator((0, 1), "shm")
+    x = heads((0, 1), "cpu")
+    words = "group is a Communicator: use its methods, comm.scatter_heads(x)"
+    problems = [refusal(call.__name__, partial(call, x, comm), (TypeError,), words) for call in CALLS]
+    return list(filter(None, problems))
+
+
+def test_a_communicator_is_no_group() -> None:
+    ok(ranks.pool(2).run(run_communicator_as_a_group))
+
+
+def run_another_device(rank: int, world_size: int) -> list[str]:
+    comm = ranks.communicator((0, 1), "shm")
+    words = "built for cpu" if torch.cuda.is_available() else "no CUDA device is available to this process"
+    problems = [
+        None if comm.build("cpu") is comm and comm.build() is comm else "build() returned another",
+        refusal("build for another device", lambda: comm.build("cuda"), (ValueError,), words),
+        refusal("build for meta", lambda: comm.build("meta"), (ValueError,), "built for cpu: use one communicator"),
+    ]
+    return list(filter(None, problems))
+
+
+def test_build_for_another_device() -> None:
+    ok(ranks.pool(2).run(run_another_device))

@@ -133,17 +133,25 @@ class Communicator:
         return list(self._facts)
 
     def build(self, device: torch.device | str | None = None) -> Communicator:
-        """Decide on a backend and map memory now. Collective; a second call does nothing.
+        """Decide on a backend and map memory now. Collective; a second call for the same device does nothing.
 
         device: of the tensors to come; None takes CUDA's current device if the process group has a backend for it,
         else the CPU.
 
         Raises BackendUnavailableError, on every rank, when the backend asked for cannot run, and PeerTimeoutError
-        when a rank is missing.
+        when a rank is missing; ValueError, locally, for a device that is not there, or that differs from the one which
+        the communicator was built for.
         """
         self._check_usable()
+        if device is not None:
+            device = _present(torch.device(device))
+            if self._device not in (None, device):
+                raise ValueError(
+                    f"device is {device}, but this communicator was built for {self._device}: use one communicator a "
+                    "device"
+                )
         if self._engine is None:
-            self._build(self._default_device() if device is None else torch.device(device))
+            self._build(self._default_device() if device is None else device)
         return self
 
     # Exchanges.
@@ -485,7 +493,6 @@ class Communicator:
         return torch.device("cpu")
 
     def _build(self, device: torch.device) -> None:
-        device = torch.empty(0, device=device).device  # "cuda" is the current device from now on
         group, requested, pipelined = self._group(), self._requested, self._pipelined
         with_settings = (requested, self._max_targets, self._timeout_s, pipelined)
         with torch.inference_mode(False):
@@ -530,6 +537,13 @@ def _timeout_of_environment() -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"{TIMEOUT_VARIABLE} is {text!r}, it must be a number of seconds") from None
+
+
+def _present(device: torch.device) -> torch.device:
+    """``device`` with its number: "cuda" is the current one from now on. Raises ValueError where it is not there."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but no CUDA device is available to this process")
+    return torch.empty(0, device=device).device
 
 
 def _text_of(error: BaseException) -> str:

@@ -40,9 +40,15 @@ def resolve_group(group: GroupLike) -> dist.ProcessGroup:
                 f"the mesh has {group.ndim} dimensions, one is needed: take a dimension, mesh['ulysses'] for example"
             )
         return group.get_group()
-    raise TypeError(
-        f"group is a {type(group).__name__}: expected None, a name, a ProcessGroup or a one-dimensional DeviceMesh"
-    )
+    raise TypeError(_no_group(group))
+
+
+def _no_group(given: object) -> str:
+    from .communicator import Communicator
+
+    if isinstance(given, Communicator):
+        return "group is a Communicator: use its methods, comm.scatter_heads(x) and comm.gather_heads(x)"
+    return f"group is a {type(given).__name__}: expected None, a name, a ProcessGroup or a one-dimensional DeviceMesh"
 
 
 @torch.compiler.assume_constant_result
