@@ -1,7 +1,7 @@
 """A training step of an attention block whose sequence is split over ranks, against the same step unsplit.
 
     python examples/attention_block.py                         # starts two ranks itself
-    torchrun --nproc-per-node 2 examples/attention_block.py
+    torchrun --standalone --nproc-per-node 2 examples/attention_block.py
 
 The block is ulysses_op/demo/block.py: fused QKV projection, RMSNorm and 3-D RoPE of q and k, attention, projection.
 It sees a video clip, cut into patches; ranks without GPUs take a smaller one. ``--help`` lists the sizes.

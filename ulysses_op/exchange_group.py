@@ -172,8 +172,8 @@ class ExchangeGroup:
         self._communicator._submit(self, x, self._tag(tag), direction, heads, seq_lens, final)
 
     def wait(self, *tags: str) -> tuple[torch.Tensor, ...]:
-        """The results: of ``tags`` in this order, else in the order in which the group names its tags, else as
-        submitted.
+        """The results, a tuple also where it is one: of ``tags`` in this order, else in the order in which the group
+        names its tags, else as submitted.
 
         On CUDA the current stream waits, not the host. Without gradients, results on CUDA are lent: they are valid
         until this rank begins the next group that has the tag (the next group at all, if it names no tags); later
