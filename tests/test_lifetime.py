@@ -201,17 +201,17 @@ def run_interrupted_close(
     comm = ranks.fresh_communicator(members, backend, device, timeout_s=30.0)
     x = torch.ones(1, 2, len(members), 4, device=device)
 
-    def submitted() -> ulysses_op.ExchangeGroup:
+    def submitted(comm: Communicator) -> ulysses_op.ExchangeGroup:
         group = comm.group("x")
         group.submit(x, tag="x")
         return group
 
-    submitted().wait()
+    submitted(comm).wait()
     ranks.meet(ranks.group_of(members))
     told, took_s = "nothing", 0.0
     try:
         if rank == members[0]:
-            submitted()
+            submitted(comm)
             handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             start = time.monotonic()
@@ -223,11 +223,11 @@ def run_interrupted_close(
         else:
             while comm._engine._transport.failure() is None:
                 time.sleep(0.01)
-            submitted()
+            submitted(comm)
     except (KeyboardInterrupt, RuntimeError) as error:
         told = type(error).__name__
     comm.close()
-    del submitted, comm  # whose last groups hold targets
+    del comm  # whose last groups hold targets
     gc.collect()
     problems = grown(before)
     wanted = "KeyboardInterrupt" if rank == members[0] else "PeerAbortError"
