@@ -404,6 +404,12 @@ void CudaTransport::look() {
       // Read again: it may have signalled and then ended.
       if (board_->peer_gone(peer) && read_pad().words == pad.words) failure.peers.push_back(peer);
     }
+    // Behind that look: who gives up tells, and closes then.
+    if (auto told = board_->aborted()) {
+      told->signal = failure.signal;
+      told->seconds = failure.seconds;
+      return fail(std::move(*told));
+    }
   }
   if (failure.peers.empty()) {
     failure.kind = Failure::Kind::kTimeout;

@@ -139,6 +139,7 @@ class Channel:
             while self._board is not None and not gone and time.monotonic() < deadline:
                 time.sleep(0.01)
                 gone = self._gone(range(self.world_size))
+            self._raise_if_told()  # behind the look: who gives up tells, and closes then
             ended = f"the process of rank(s) {gone} has ended, or closed the communicator, and " if gone else ""
             raise (PeerTimeoutError if gone else BrokenCommunicatorError)(
                 f"rank {self.rank}, in a rendezvous: {ended}{_unreachable(error)}"
@@ -203,8 +204,8 @@ class Channel:
     def _give_up_if_hopeless(self, keys: list[str], signalling: list[int], waited_s: float) -> None:
         missing = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
         here = f"rank {self.rank}"
-        self._raise_if_told()
         gone = self._gone(missing)
+        self._raise_if_told()  # behind the look: who gives up tells, and closes then
         if gone:
             ended = f"the process of rank(s) {gone} has ended, or closed the communicator"
             raise PeerTimeoutError(f"{here}, in a rendezvous: {ended}")
