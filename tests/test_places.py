@@ -207,6 +207,32 @@ def test_no_memory_for_a_second_place(pool: ranks.RankPool) -> None:
     assert pool.run(_no_room) == expected
 
 
+def _overlapping(rank: int, world_size: int) -> str:
+    """A group that names the tag of one which is not waited for yet: READY would open a target that is in use."""
+    comm = ranks.fresh_communicator(tuple(range(world_size)), "shm")
+    x, ops = values(SHAPE, torch.float32, "cpu", 0, rank), torch.ops.ulysses_op
+
+    def submit(tag: str, tags: list[str]) -> torch.Tensor:
+        exchange = (comm._where[0], world_size, -1, [], [], False, "scatter_heads")
+        return ops.submit(x, *exchange, tag, tags, "", True, False)
+
+    target = submit("t", ["t"])
+    ops.wait_([target], [x], comm._where[0], ["t"])
+    submit("t", ["t"])
+    try:
+        submit("u", ["u", "t"])
+        told = "nothing"
+    except RuntimeError as error:
+        told = str(error)
+    with contextlib.suppress(RuntimeError):
+        comm.close()
+    return told
+
+
+def test_a_group_does_not_open_the_targets_of_one_under_way(pool: ranks.RankPool) -> None:
+    assert all("'t' were never waited for" in told for told in pool.run(_overlapping))
+
+
 def _empty(rank: int, world_size: int) -> tuple[int, ...]:
     comm = ranks.fresh_communicator(tuple(range(world_size)), "shm")
     ((_, result),) = exchanged(comm, 0, rank, ("a",), True, (0, 6, 8, 16))

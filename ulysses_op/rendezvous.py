@@ -78,6 +78,15 @@ def all_gather_bytes(group: dist.ProcessGroup, payload: bytes, timeout_s: float)
     return [text[4 : 4 + int.from_bytes(text[:4], "little")] for text in messages]
 
 
+def _fields_of(payload: bytes) -> dict[str, str]:
+    """What a peer says that it submitted; nothing where it says something else."""
+    try:
+        found = json.loads(payload)
+    except ValueError:
+        return {}
+    return {name: str(text) for name, text in found.items()} if isinstance(found, dict) else {}
+
+
 def _differences(own: Mapping[str, str], others: Mapping[int, Mapping[str, str]]) -> str:
     told = []
     for name, text in own.items():
@@ -179,7 +188,7 @@ class Channel:
             payloads = self.all_gather(own + json.dumps(cut).encode())
         except MismatchError as error:  # a peer is elsewhere
             raise MismatchError(f"{error}. This rank submits {text_of(cut)}") from None
-        others = {peer: json.loads(payload[8:]) for peer, payload in enumerate(payloads) if payload[:8] != own}
+        others = {peer: _fields_of(payload[8:]) for peer, payload in enumerate(payloads) if payload[:8] != own}
         if others:
             raise MismatchError(
                 f"rank {self.rank} ({backend}), tag {cut['tag']}: the ranks submitted different things: "
