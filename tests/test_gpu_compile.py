@@ -19,7 +19,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
 import ulysses_op
-from ulysses_op import projections
+from ulysses_op import fx_products
 
 ONE_SIDED, PREFERRED = ranks.ONE_SIDED_ON_CUDA, ranks.PREFERRED_ON_CUDA
 pytestmark = [
@@ -91,11 +91,11 @@ def run_layers(
     )
     rng = random.Random(5)
     wrong, codes = [], []
-    least = 0 if how == "in parts" else projections.min_part
+    least = 0 if how == "in parts" else fx_products.min_part
     with (
         torch.no_grad(),
         inductor_config.patch(force_disable_caches=True),
-        mock.patch.object(projections, "min_part", least),
+        mock.patch.object(fx_products, "min_part", least),
     ):
         for call in range(calls):
             x = torch.randn(1, LENGTH, heads * DIM, generator=generator, device="cuda").bfloat16()

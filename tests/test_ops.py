@@ -346,3 +346,14 @@ def test_accumulate_mm() -> None:
     torch.library.opcheck(OPS.accumulate_mm_.default, (total.clone(), x, weight))
     OPS.accumulate_mm_(total, x, weight)
     torch.testing.assert_close(total, wanted)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_mm_into(with_bias: bool) -> None:
+    whole, x, weight, bias = (torch.randn(sizes) for sizes in ((3, 7), (3, 4), (4, 5), (5,)))
+    arguments = (bias if with_bias else None, x, weight)
+    wanted = whole.clone()
+    wanted[:, 1:6] = x @ weight + (bias if with_bias else 0)
+    torch.library.opcheck(OPS.mm_into_.default, (whole.clone()[:, 1:6], *arguments))
+    OPS.mm_into_(whole[:, 1:6], *arguments)
+    torch.testing.assert_close(whole, wanted)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ulysses_op import projections
+from ulysses_op import fx_products, grouping
 from ulysses_op.grouping import Report, group_exchanges
 
 OPS = torch.ops.ulysses_op
@@ -22,7 +22,9 @@ WIDTH = HEADS * DIM
 
 @pytest.fixture(autouse=True)
 def _every_product_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projections, "min_part", 0)
+    monkeypatch.setattr(fx_products, "min_part", 0)
+    # What is done to the parts is test_own_parts.py's.
+    monkeypatch.setattr(grouping, "compute_own_parts_last", lambda graph, flights, rank_of: [])
 
 
 def scatter(x: Tensor) -> Tensor:
@@ -160,9 +162,9 @@ def test_what_keeps_a_product_whole() -> None:
 
 
 def test_small_products_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projections, "min_part", ROWS * 16 * WIDTH + 1)
+    monkeypatch.setattr(fx_products, "min_part", ROWS * 16 * WIDTH + 1)
     assert split(grouped(fused, *FUSED)[1]) == [0]
-    monkeypatch.setattr(projections, "min_part", ROWS * 16 * WIDTH)
+    monkeypatch.setattr(fx_products, "min_part", ROWS * 16 * WIDTH)
     assert split(grouped(fused, *FUSED)[1]) == [1]
 
 

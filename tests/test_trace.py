@@ -18,7 +18,7 @@ import ranks
 import scalar_kernels  # noqa: F401
 import torch
 
-from ulysses_op import projections
+from ulysses_op import fx_products
 from ulysses_op.__main__ import main
 from ulysses_op.bench.device_timeline import Span, device_spans, overlap, read_spans, record, split_steps, total
 from ulysses_op.bench.measure import Ranks
@@ -431,7 +431,7 @@ def run_recorded(rank: int, world_size: int, folder: Path) -> tuple[int, str, li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Communicator, "_submit_exchange", spy)
         patch.setattr(command, "record", fake)
-        patch.setattr(projections, "min_part", 0)
+        patch.setattr(fx_products, "min_part", 0)
         status, told = run_trace(rank, world_size, folder, ("--shape", "1,8,4,8"), "shm")
     return status, told, orders
 

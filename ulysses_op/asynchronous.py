@@ -85,9 +85,15 @@ class AsyncExchange:
         group = self.communicator._group_of(tags)
         if group is self._open:
             self._open = None
-        for target, result in zip(targets, self.communicator._wait(group, ()), strict=True):
-            if target.data_ptr() != result.data_ptr():  # a compiler has copied it
-                target.copy_(result)
+        submissions = [(each.exchange, each.own_slice) for each in group.submissions]
+        results = self.communicator._wait(group, ())
+        for target, result, (exchange, own_slice) in zip(targets, results, submissions, strict=True):
+            if target.data_ptr() == result.data_ptr():
+                continue
+            # A compiler has copied it. What the result lacks was written to the copy.
+            everywhere = (slice(None),)
+            for region in [everywhere] if own_slice else exchange.peer_dests(self.communicator.rank):
+                target[region].copy_(result[region])
 
     def leave(self, error: BaseException) -> None:
         """The code that submits was left by ``error``: it neither submits nor waits for what is under way any more."""

@@ -9,8 +9,10 @@ import torch._inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from . import (
+    fx_narrow,
     fx_nodes,
     fx_order,
+    fx_products,
     gradients,
     grouping,
     inductor_compat,
@@ -18,6 +20,7 @@ from . import (
     inductor_order,
     layout,
     ops,
+    own_parts,
     projections,
 )
 from .checked_calls import checked
@@ -25,8 +28,8 @@ from .inductor_compat import CustomSchedulerPass
 
 _Model = TypeVar("_Model")
 _MODULES = (
-    *(fx_nodes, fx_order, gradients, grouping, inductor_compat, inductor_lowering, inductor_order, layout, ops),
-    projections,
+    *(fx_narrow, fx_nodes, fx_order, fx_products, gradients, grouping, inductor_compat, inductor_lowering),
+    *(inductor_order, layout, ops, own_parts, projections),
 )
 _UUID = get_hash_for_files((__file__, *(str(module.__file__) for module in _MODULES)))
 
@@ -92,9 +95,9 @@ def compile_options(
     are partitioned "around" them; "auto" goes around where the backend is known to be c10d when the code is compiled
     (the communicator has exchanged, or was built), else through.
     split_projections: large products before and behind exchanges may be computed in parts, so that data travels
-    meanwhile; in half precision, sums behind a gather are then rounded once more, as
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction (or fp16) allows. In inference, and in static
-    shapes.
+    meanwhile, and what a rank keeps of the tensors that it scatters is computed last, in place. In half precision, sums
+    behind a gather are then rounded once more, as torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction (or
+    fp16) allows. Only where nothing else uses what is taken apart, as the backward would, and in static shapes.
     """
     import torch._inductor.config as config
 

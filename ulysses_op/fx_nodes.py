@@ -1,12 +1,14 @@
-"""What the graph pass asks of nodes: what they depend on, whether they copy, compute or write."""
+"""What the graph pass asks of nodes: what they depend on, their values and views, whether they compute or write."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 _MATRIX_PRODUCTS = (
     *("mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "convolution", "convolution_backward"),
@@ -96,3 +98,60 @@ def keeps_its_turn(node: Node) -> bool:
         return False
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
     return node.is_impure() or torch.Tag.nondeterministic_seeded in tags
+
+
+# Values: tensors without data, which stand for what the nodes compute.
+
+
+def value(node: Any) -> Any:
+    return node.meta.get("val")
+
+
+def is_static(*values: Any) -> bool:
+    """Whether they are tensors all of whose sizes and strides are known."""
+    return all(
+        isinstance(each, torch.Tensor) and all(isinstance(n, int) for n in (*each.shape, *each.stride()))
+        for each in values
+    )
+
+
+def has_values_of(view: Any, base: Any) -> bool:
+    """Whether the view's elements are some of the base's as they are."""
+    return view.dtype == base.dtype and not any(x.is_conj() or x.is_neg() for x in (view, base))
+
+
+def call(graph: Graph, op: Any, *arguments: Any, **keywords: Any) -> Node:
+    """A node of ``op``, with its value."""
+    node = graph.call_function(op, arguments, keywords)
+    values, named = pytree.tree_map_only(Node, value, (arguments, keywords))
+    with next(each.fake_mode for each in pytree.tree_leaves((values, named)) if hasattr(each, "fake_mode")):
+        node.meta["val"] = op(*values, **named)
+    return node
+
+
+# Views.
+
+
+def views_of(node: Node) -> list[Node]:
+    """The node and its views."""
+    found, stack = [], [node]
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        stack += filter(is_view_of_another, node.users)
+    return found
+
+
+def is_view_of_another(user: Node) -> bool:
+    """Whether a node that uses another is a view of it; the graph's output is none."""
+    return user.op == "call_function" and is_view(user)
+
+
+def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erase those of ``nodes`` that nothing uses, and what they alone used; not what writes or has another effect."""
+    left = set(nodes)
+    while left:
+        node = left.pop()
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            left |= set(node.all_input_nodes)
+            graph.erase_node(node)

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 
 from .fx_nodes import ancestors, costs, descendants, is_heavy, write_inside
 from .fx_order import Flight, reorder
+from .own_parts import compute_own_parts_last
 from .projections import split_output_projections, split_projections
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,15 @@ _GATHER = torch.ops.ulysses_op.gather_heads.default
 @dataclass
 class Group:
     """Exchanges that became one group, in the order of submission, as the names of their nodes; their tags; which of
-    those are lent, the others being copied out of the buffers that peers write; and the projections that were taken
-    apart around it."""
+    those are lent, the others being copied out of the buffers that peers write; the projections that were taken apart
+    around it; and what is computed in two parts, this rank's own one last and in place."""
 
     members: list[str]
     communicator: str
     tags: list[str] = field(default_factory=list)
     lent: list[str] = field(default_factory=list)
     split: list[str] = field(default_factory=list)
+    own_last: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -89,15 +91,22 @@ def group_exchanges(
         flights.append(_rewrite(graph, members, uncaptured(communicator)))
     split = split_projections(graph, flights) if rank_of is not None else []
     reorder(graph, flights)
-    split += split_output_projections(graph, flights, rank_of) if rank_of is not None else []
+    own_last: list[list[str]] = []
+    if rank_of is not None:
+        split += split_output_projections(graph, flights, rank_of)
+        own_last = compute_own_parts_last(graph, flights, rank_of)
     for names, group in zip(split, 2 * report.groups, strict=False):
         group.split += names
+    for names, group in zip(own_last, report.groups, strict=False):
+        group.own_last = names
     _assign_tags(graph, flights, report)
     graph.lint()
     for group in report.groups:
         logger.info("one group: %s", ", ".join(group.members))
         for name in group.split:
             logger.info("computed in parts: %s", name)
+        for name in group.own_last:
+            logger.info("own part last: %s", name)
     return report
 
 

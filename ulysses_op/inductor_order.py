@@ -7,7 +7,8 @@ close no cycle. They are weak: they order nodes, and carry no data.
 NOTE [Earlier submissions]: nothing in the data says that Q's and K's norms have to wait for V's submission, so passes
 for peak memory, or for fewer CUDA graph partitions, may put it last. A dependency from the first submission of a group
 to the kernels that only later submissions need says it, and prevents no fusion among them. Where the data is so much
-that its projection was taken apart, Q has not to wait for K either: K's norm becomes a kernel of its own.
+that its projection was taken apart, Q has not to wait for K either: K's norm becomes a kernel of its own; except where
+a product comes last, which hides Q's transfer and K's alike.
 
 NOTE [Lending]: READY, which opens a target to the peers, stands behind everything that this rank has enqueued before
 the group's first submission. So a result may be the target itself if each of its readers comes before the next group
@@ -35,6 +36,7 @@ _FUNCTIONAL = (
     *(_OPS.scatter_heads.default, _OPS.scatter_heads.uncaptured),
     *(_OPS.gather_heads.default, _OPS.gather_heads.uncaptured),
 )
+_MM_INTO = _OPS.mm_into_.default
 _COMMUNICATOR, _DIRECTION, _TAG, _TAGS = 1, 7, 8, 9  # among a submission's arguments
 
 
@@ -47,11 +49,13 @@ def keep_order(nodes: list[Any], report: Report | None) -> list[Any]:
     # Ranks whose measures differ would otherwise exchange in different orders.
     for earlier, later in pairwise(exchanges):
         graph.order(earlier, later)
-    groups = _groups(exchanges)
+    groups, uses = _groups(exchanges), _Uses(graph.nodes)
     for index, group in enumerate(groups):
-        _earlier_submissions_first(graph, group, _is_split(report, index))
+        each = _is_split(report, index) and not _multiplies_last(graph, group)
+        _earlier_submissions_first(graph, group, each)
         _keep_between(graph, group)
-    _lend(graph, groups, report)
+        _own_parts_last(graph, group, uses)
+    _lend(graph, groups, uses, report)
     scheduler = V.graph.scheduler
     scheduler.nodes = nodes = scheduler.topological_sort_schedule(nodes)
     scheduler.compute_ancestors()  # fusion asks them whether it would close a cycle
@@ -109,6 +113,10 @@ def _is_split(report: Report | None, index: int) -> bool:
     return report is not None and index < len(report.groups) and bool(report.groups[index].split)
 
 
+def _multiplies_last(graph: _Nodes, group: _Group) -> bool:
+    return any(op_of(node) is _MM_INTO for node in graph.between(group.submits[-1], group.wait))
+
+
 def _earlier_submissions_first(graph: _Nodes, group: _Group, each: bool) -> None:
     """See NOTE [Earlier submissions]."""
     for index, submit in enumerate(group.submits[:-1] if each else group.submits[:1], 1):
@@ -129,9 +137,19 @@ def _keep_between(graph: _Nodes, group: _Group) -> None:
             graph.order(node, group.wait)
 
 
-def _lend(graph: _Nodes, groups: Sequence[_Group], report: Report | None) -> None:
+def _own_parts_last(graph: _Nodes, group: _Group, uses: _Uses) -> None:
+    """What this rank writes into the group's results by itself is computed behind the last submission."""
+    last, between = group.submits[-1], graph.between(group.submits[-1], group.wait)
+    results = {name for submit in group.submits for name in uses.names(submit)}
+    writers = [node for node in between if results.intersection(uses.written_by(node))]
+    needed = set[str]().union(*(node.ancestors for node in writers)) | {node.get_name() for node in writers}
+    for node in between:
+        if node.get_name() in needed and node.get_name() not in last.ancestors:
+            graph.order(last, node)
+
+
+def _lend(graph: _Nodes, groups: Sequence[_Group], uses: _Uses, report: Report | None) -> None:
     """See NOTE [Lending]."""
-    uses = _Uses(graph.nodes)
     lent: list[str] = []
     for index, group in enumerate(groups):
         for submit in group.submits:
@@ -184,6 +202,11 @@ class _Uses:
         """The buffers that are the submission's result."""
         own = buffers_of(submit)
         return {*own, *(name for buffer in own for made in self.made.get(buffer, ()) for name in buffers_of(made))}
+
+    def written_by(self, node: Any) -> set[str]:
+        """The buffers that are not the node's own, and that it writes to."""
+        written = (name for output in node.get_outputs() for name in output.get_mutations())
+        return {self.real.get(name, name) for name in written}
 
     def of(self, submit: Any, wait: Any) -> list[Any] | None:
         """The nodes that use the result, other than its own wait_; None where others may without being seen."""

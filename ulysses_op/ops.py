@@ -11,7 +11,8 @@ results from wait_ on, and those submitted must not be written before it. ``name
 program: ranks that give one tag to different exchanges get an error. Without ``own_slice``, what a rank would send to
 itself is left out of its result. Neither has a gradient.
 
-``accumulate_mm_`` adds the product of two matrices to a third in place, for products that are computed in parts.
+``accumulate_mm_`` adds the product of two matrices to a third in place, and ``mm_into_`` writes it, with a bias of one
+element a column where there is one, to another's memory: for products that are computed in parts.
 
 The overload ``uncaptured`` of each does the same, and tells Inductor to leave it out of CUDA graphs.
 
@@ -291,11 +292,20 @@ def _accumulate_mm(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -
     torch.addmm(total, x, weight, out=total)
 
 
-_library.define(
-    "accumulate_mm_(Tensor(a!) total, Tensor x, Tensor weight) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
-)
-_library.impl("accumulate_mm_", _accumulate_mm, "CompositeExplicitAutograd")
-torch.library.register_fake("ulysses_op::accumulate_mm_", lambda total, x, weight: None, lib=_library)
+def _mm_into(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias, x, weight, out=out)
+
+
+for _name, _schema, _product in (
+    ("accumulate_mm_", "(Tensor(a!) total, Tensor x, Tensor weight) -> ()", _accumulate_mm),
+    ("mm_into_", "(Tensor(a!) out, Tensor? bias, Tensor x, Tensor weight) -> ()", _mm_into),
+):
+    _library.define(f"{_name}{_schema}", tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.impl(_name, _product, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ulysses_op::{_name}", lambda *arguments: None, lib=_library)
 
 
 # Gradients: each op is the other's backward.
