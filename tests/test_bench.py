@@ -26,7 +26,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def check_rows(table: dict[str, Any]) -> None:
-    kinds = {"host": ("c10d", "shm"), "ablation": ("the whole", "no communication")}.get(table["what"], ("gloo", "shm"))
+    particular = {
+        "host": ("c10d", "shm"),
+        "ablation": ("the whole", "no communication"),
+        "rows": ("in one row", "64 B, gathered"),
+    }
+    kinds = particular.get(table["what"], ("gloo", "shm"))
     assert all(any(kind in name for name in table["rows"]) for kind in kinds)
     for name, row in table["rows"].items():
         assert row[ALONE]["iterations"] == 2 and row[ALONE]["median_us"] > 0, name
@@ -34,7 +39,7 @@ def check_rows(table: dict[str, Any]) -> None:
 
 def test_shapes_that_memory_is_too_small_for() -> None:
     """They are left out before anything of them is made: 1 TB a tensor, on all levels that CPUs run."""
-    levels = ["exchange", "block", "compiled", "ablation", "contention", "host"]
+    levels = ["exchange", "block", "compiled", "ablation", "contention", "rows", "host"]
     run = bench("--level", *levels, "--shape", "1,50000000,40,128", "--device", "cpu")
     assert run.returncode == 2, run.stdout + run.stderr
     for level in levels:
@@ -47,18 +52,18 @@ def test_tables(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     shapes = ["--shape", "1,8,4,8", "1,8,3,8"]
     arguments = ["--device", "cpu", "--iterations", "2", "--warmups", "2", "--json", str(path)]
-    run = bench("--level", "exchange", "block", "ablation", "contention", "host", *shapes, *arguments)
+    run = bench("--level", "exchange", "block", "ablation", "contention", "rows", "host", *shapes, *arguments)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(path.read_text())
     assert [table["what"] for table in found["tables"]] == [
         *("scatter of q, k, v", "gather of o"),
-        *("attention block", "ablation", "contention", "host"),
+        *("attention block", "ablation", "contention", "rows", "host"),
     ]
     for table in found["tables"]:
         check_rows(table)
         assert all(f"\n{name}" in run.stdout for name in table.get("transfers", table["rows"]))
     assert found["facts"]["ranks"] == "2" and "torch" in found["facts"]
-    assert len(found["left_out"]) == 5
+    assert len(found["left_out"]) == 6
     assert "left out: exchange (1, 8, 3, 8): H = 3 does not divide by 2 ranks" in run.stdout
 
 

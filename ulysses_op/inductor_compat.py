@@ -65,6 +65,8 @@ def buffers_of(node: Any) -> list[str]:
     return list(node.get_buffer_names())
 
 
-def weak_dependency(earlier: str, later: str) -> WeakDep:
-    """Of the node that makes the buffer ``later`` on that which makes ``earlier``, an order without data."""
-    return WeakDep(earlier, mutating_buf=later, is_fake=True)
+def weak_dependency(earlier: str) -> WeakDep:
+    """On the node that makes the buffer ``earlier``, an order without data. Inductor may drop one that names a buffer
+    which the dependent node writes to in place, and looks that up: this names one that it does not write.
+    """
+    return WeakDep(earlier, mutating_buf=earlier, is_fake=True)

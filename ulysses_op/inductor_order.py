@@ -70,7 +70,7 @@ class _Nodes:
 
     def order(self, earlier: Any, later: Any) -> None:
         if _created(earlier) < _created(later) and earlier.get_name() not in later.ancestors:
-            later.add_fake_dep(weak_dependency(buffers_of(earlier)[0], buffers_of(later)[0]))
+            later.add_fake_dep(weak_dependency(buffers_of(earlier)[0]))
 
     def between(self, first: Any, last: Any) -> list[Any]:
         return [node for node in self.nodes if _created(first) < _created(node) < _created(last)]

@@ -55,7 +55,7 @@ def unfit(shape: Shape, world_size: int, for_block: bool) -> str:
     return "the blocks take B = 1" if for_block and shape[0] != 1 else ""
 
 
-_TENSORS = {"exchange": 57, "block": 40, "compiled": 40, "ablation": 74, "contention": 20, "host": 25}
+_TENSORS = {"exchange": 57, "block": 40, "compiled": 40, "ablation": 74, "contention": 20, "rows": 90, "host": 25}
 """How many tensors of the shape a rank holds at most, level by level, as measured on CPUs."""
 _WEIGHTS = 8  # as many of (C, C) in the levels that have a block
 
@@ -63,7 +63,7 @@ _WEIGHTS = 8  # as many of (C, C) in the levels that have a block
 def needed_bytes(level: str, shape: Shape, dtype: torch.dtype) -> int:
     """About what a rank needs to measure a level on the CPU."""
     elements, width = math.prod(shape), shape[2] * shape[3]
-    weights = 0 if level in ("exchange", "host") else _WEIGHTS * width * width
+    weights = 0 if level in ("exchange", "host", "rows") else _WEIGHTS * width * width
     return (_TENSORS[level] * elements + weights) * dtype.itemsize
 
 

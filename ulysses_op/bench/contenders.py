@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..communicator import Communicator
 from ..errors import BackendUnavailableError
+from ..layout import Direction
 from .measure import Ranks
 
 TIMEOUT_S = 60
@@ -74,6 +75,17 @@ def gather_group(communicator: Communicator, o: torch.Tensor) -> tuple[torch.Ten
     with communicator.group("o") as group:
         group.submit(o, tag="o", direction="gather_heads")
         return group.wait()
+
+
+def exchange_one(
+    communicator: Communicator, x: torch.Tensor, direction: Direction = "scatter_heads", own_slice: bool = True
+) -> torch.Tensor:
+    """A group of one, waited for; without the own slice, nothing but the copies to peers and the handshakes."""
+    tag = f"{direction} {tuple(x.shape)}"
+    with communicator.group(tag) as group:
+        exchange = communicator._exchanges.find(x, direction, None, None)
+        communicator._submit_exchange(group, x, tag, exchange, False, False, own_slice=own_slice)
+        return group.wait()[0]
 
 
 def label(backend: str, what: str = "") -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ..communicator import Communicator
 from .block import ONE_SIDED, compiled_norm, make_inputs, sdpa
-from .contenders import all_to_all, communicators
+from .contenders import all_to_all, communicators, exchange_one
 from .measure import ALONE, QUEUED, Contender, Effort, Outputs, Ranks, format_table, measure, number, quartiles
 from .profiles import Shape
 
@@ -78,23 +78,14 @@ def _transfers(made: dict[str, Communicator], shape: Shape, dtype: torch.dtype, 
     token = v.new_zeros(1, 1, world_size, 1)
     transfers: dict[str, Call] = {}
     for backend, communicator in made.items():
-        transfers[f"{backend}: handshakes alone"] = partial(_exchange, communicator, token, False)
-        transfers[f"{backend}: to peers, with handshakes"] = partial(_exchange, communicator, v, False)
-        transfers[f"{backend}: the same and the own slice"] = partial(_exchange, communicator, v, True)
+        transfers[f"{backend}: handshakes alone"] = partial(exchange_one, communicator, token, own_slice=False)
+        transfers[f"{backend}: to peers, with handshakes"] = partial(exchange_one, communicator, v, own_slice=False)
+        transfers[f"{backend}: the same and the own slice"] = partial(exchange_one, communicator, v)
     transfers["own slice, by a kernel"] = lambda: target.copy_(own)
     transfers["as many bytes, dense"] = lambda: target.copy_(dense)
     process_group = "nccl" if ranks.on_cuda else "gloo"
     transfers[f"{process_group}, neither pack nor unpack"] = lambda: all_to_all(packed)
     return transfers
-
-
-def _exchange(communicator: Communicator, x: torch.Tensor, own_slice: bool) -> None:
-    """A group of its own, waited for, by the current stream; with the own slice or without."""
-    tag = f"v {tuple(x.shape)}"
-    with communicator.group(tag) as group:
-        exchange = communicator._exchanges.find(x, "scatter_heads", None, None)
-        communicator._submit_exchange(group, x, tag, exchange, False, False, own_slice=own_slice)
-        group.wait()
 
 
 def _alone(call: Call) -> Callable[[Any], Outputs]:

@@ -28,10 +28,12 @@ from .block import ATTENTIONS, block_table, print_block_table
 from .contention import contention_table, print_contention_table
 from .diffusers import MODELS, diffusers_table, print_diffusers_table
 from .exchange import exchange_tables, print_exchange_table
+from .handshakes import handshake_table, print_handshake_table
 from .host import host_table, print_host_table
 from .measure import Effort, Ranks, provenance
 from .plot import plot
 from .profiles import Shape
+from .rows import print_rows_table, rows_table
 
 DESCRIPTION = """\
 Times the exchanges, and attention blocks around them, against a process group's all-to-all and against the same block
@@ -42,13 +44,14 @@ levels:
   block      fused projection, norm + RoPE, exchange, attention, exchange back, output projection; V first by hand
   compiled   the same written plainly, as one compiled graph
   diffusers  a transformer of diffusers at its real size, against diffusers' own context parallelism (GPUs only)
-  ablation   the block by hand with one of its ingredients taken away, one after the other
+  ablation   the block by hand with one of its ingredients taken away, one after the other; other kinds of handshakes
   contention what each transfer adds to a product, a norm + RoPE and an attention beside it
+  rows       the rate of copies to peers by the width of their rows, against one flat copy
   host       what a group costs the host, eager and through the ops of compiled code
 
 exit status: 0 what was measured was right; 1 an output was wrong or a contender failed; 2 nothing could be measured"""
 
-LEVELS = ("exchange", "block", "compiled", "ablation", "contention", "diffusers", "host")
+LEVELS = ("exchange", "block", "compiled", "ablation", "contention", "rows", "diffusers", "host")
 _DEFAULT_SHAPES: dict[str, list[Shape]] = {
     "cuda": [(1, 9472, 28, 128), (1, 9472, 56, 128), (1, 3120, 40, 128), (1, 16380, 40, 128)],
     "cpu": [(1, 512, 8, 64), (1, 8192, 8, 64), (1, 32768, 8, 64)],  # 1, 16, 64 MiB a tensor in float32
@@ -150,8 +153,12 @@ def _tables(
         "exchange": lambda shape: exchange_tables(shape, dtype, effort, ranks),
         "block": lambda shape: [block_table(shape, dtype, options.attention, effort, ranks)],
         "compiled": lambda shape: [compiled_table(shape, dtype, options.attention, effort, ranks)],
-        "ablation": lambda shape: [ablation_table(shape, dtype, options.attention, effort, ranks)],
+        "ablation": lambda shape: [
+            ablation_table(shape, dtype, options.attention, effort, ranks),
+            *([handshake_table(shape, dtype, effort, ranks)] if ranks.on_cuda else []),
+        ],
         "contention": lambda shape: [contention_table(shape, dtype, effort, ranks)],
+        "rows": lambda shape: [rows_table(shape, dtype, effort, ranks)],
         "host": lambda shape: [host_table(shape, dtype, effort, ranks)],
     }
     shapes = chosen_shapes(options, ranks.world_size, _DEFAULT_SHAPES[device.type], left_out)
@@ -203,7 +210,9 @@ def _print(table: dict[str, Any]) -> None:
         "ablation": print_ablation_table,
         "contention": print_contention_table,
         "diffusers": print_diffusers_table,
+        "handshakes": print_handshake_table,
         "host": print_host_table,
+        "rows": print_rows_table,
     }
     printers.get(table["what"], print_exchange_table)(table)
     sys.stdout.flush()
