@@ -11,8 +11,8 @@ belongs:
 What is submitted is then a buffer whose own heads are never written or read.
 
 NOTE [Which tensors]: those that a large product gives as they are, and those that are computed from others element by
-element, or with sums that do not run over heads. Nothing else may use them, nor what they are computed from on the way:
-it would be computed twice.
+element, or with sums that do not run over heads (what does is computed whole). Nothing but the group's submissions may
+use them, or what they are computed from on the way: it would be computed twice.
 """
 
 from __future__ import annotations
@@ -74,20 +74,27 @@ def _take_apart(graph: Graph, flight: Flight, rank_of: Callable[[str], int]) -> 
 
 def _candidates(flight: Flight, rank_of: Callable[[str], int]) -> list[tuple[Node, _Parts, Product | None]]:
     """See NOTE [Which tensors]."""
-    found, of_source, computed = [], {}, set[Node]()
+    found = []
+    served = _serving(flight)
     for submit in flight.submits:
         source: Any = submit.args[0]
         parts = _parts_of(submit, rank_of)
         if parts is None or not _only_exchanged(source, submit, flight):
             continue
         product = _as_a_product(source, parts)
-        if product is None:
-            of_source[source] = computed_in_part(source, Span(_HEADS, *parts.own))
-            computed |= of_source[source]
-        found.append((submit, parts, product))
-    allowed = computed | {*flight.submits, flight.wait}
-    alone = {node for node in computed if _users(node) <= allowed}
-    return [each for each in found if each[2] is not None or set() < of_source[each[0].args[0]] <= alone]
+        computed = computed_in_part(source, Span(_HEADS, *parts.own)) if product is None else set[Node]()
+        if product is not None or set() < computed <= served:
+            found.append((submit, parts, product))
+    return found
+
+
+def _serving(flight: Flight) -> set[Node]:
+    """The nodes whose values go into the flight's submissions, and nowhere else."""
+    served = {*flight.submits, flight.wait}
+    for node in reversed(flight.wait.graph.nodes):
+        if node.users and served.issuperset(node.users):
+            served.add(node)
+    return served
 
 
 def _parts_of(submit: Node, rank_of: Callable[[str], int]) -> _Parts | None:
