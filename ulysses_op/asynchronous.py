@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from .arguments import Asked
 from .communicator import Communicator
 from .errors import UlyssesError
 from .exchange_group import ExchangeGroup
-from .layout import Direction, HeadRanges
 
 complete_at_submit = False
 """Makes each submission a group of its own that is complete when submit returns: for tools that look at a submission's
@@ -31,12 +31,9 @@ class AsyncExchange:
     def submit(
         self,
         x: torch.Tensor,
-        direction: Direction,
-        heads: HeadRanges | None,
-        seq_lens: tuple[int, ...] | None,
-        replicas: bool,
+        asked: Asked,
         tag: str,
-        tags: Sequence[str],
+        tags: tuple[str, ...],
         name: str,
         own_slice: bool,
         lend: bool,
@@ -52,13 +49,12 @@ class AsyncExchange:
         next submission with that tag and direction.
         """
         communicator, x = self.communicator, x.detach() if x.requires_grad else x
-        exchange = communicator._exchanges.find(x, direction, heads, seq_lens, replicas)
         if complete_at_submit:
-            return communicator._exchange([(tag, x, exchange)])[0]
+            return communicator._exchange([(tag, x, asked)])[0]
         group = self._open
         if group is None:
-            group = self._open = ExchangeGroup(communicator, tags)
-        elif group.tags != tuple(tags) or group.has(tag):
+            group = self._open = communicator.group(*tags)
+        elif group.tags != tags or group.has(tag):
             self._open = None
             error = RuntimeError(
                 f"tag {tag!r} is submitted while the group of {group.describe()} is still open: the code that began it "
@@ -67,15 +63,15 @@ class AsyncExchange:
             communicator._break(error)
             raise error
         try:
-            communicator._submit_exchange(group, x, tag, exchange, False, not lend, name, own_slice)
+            submission = group.submit_as(x, tag, asked, terms=(not lend, own_slice, name))
         except BaseException:
             self._open = None
             raise
         if group.final:
             self._open = None
-        return communicator._built().result_of(group.submissions[-1])
+        return submission.result
 
-    def wait(self, targets: Sequence[torch.Tensor], tags: Sequence[str]) -> None:
+    def wait(self, targets: Sequence[torch.Tensor], tags: tuple[str, ...]) -> None:
         """Complete the group of ``tags``; its results are in ``targets`` for work that is enqueued from here on.
 
         Raises RuntimeError if no such group is under way.

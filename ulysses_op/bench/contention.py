@@ -92,8 +92,7 @@ def _exchange(communicator: Communicator, x: torch.Tensor, own_slice: bool) -> N
     """A group of its own, waited for, by the current stream; with the own slice or without."""
     tag = f"v {tuple(x.shape)}"
     with communicator.group(tag) as group:
-        exchange = communicator._exchanges.find(x, "scatter_heads", None, None)
-        communicator._submit_exchange(group, x, tag, exchange, False, False, own_slice=own_slice)
+        group.submit_as(x, tag, ("scatter_heads", None, None, False), terms=(False, own_slice, ""))
         group.wait()
 
 
