@@ -13,14 +13,12 @@ LoanKey = tuple[int, str]  # (capture id or 0, tag)
 
 
 class Lent:
-    """A tensor on a target, of which :attr:`tensor`'s ``data`` is lent: again and again, while nobody holds what was
-    lent before.
-    """
+    """A tensor on a target. Its ``data`` are lent, again and again, until somebody still has them when a loan ends."""
 
-    __slots__ = ("_references", "_storage", "_uses", "address", "tensor")
+    __slots__ = ("_references", "_storage", "_uses", "ended", "tensor")
 
     def __init__(self, shaped: Shaped, address: int) -> None:
-        self.address = address
+        self.ended = False
         with torch.inference_mode(False):  # it outlives it
             self.tensor, self._storage = shaped.at(address)
         self._references, self._uses = getrefcount(self._storage), storage_uses(self._storage)
@@ -30,7 +28,7 @@ class Lent:
         return storage_uses(self._storage) == self._uses and getrefcount(self._storage) == self._references
 
     def invalidate(self, message: str) -> None:
-        self.address = 0
+        self.ended = True
         invalidate_storage(self._storage, message)
 
 

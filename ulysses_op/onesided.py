@@ -111,7 +111,7 @@ class OneSidedEngine:
         if target is None or target.nbytes < route.nbytes or self._capture_id:
             target = self._target_of(group, submission, route)
         else:
-            self._targets.use(entry)
+            entry.used = self._targets.tick()
         submission.target = target
         submission.source = submission.x if route.in_place else route.source(submission.x)
 
@@ -139,7 +139,8 @@ class OneSidedEngine:
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
         step, target = submission.step, submission.target
         route: Route = step.route
-        copies = route.into(target)
+        if route.addresses is not target.addresses:
+            route.bind(target)
         if step.first:
             self._unfinished = True
             if self._poison or not self._cuda:
@@ -149,7 +150,7 @@ class OneSidedEngine:
             if step.first:
                 self.check(group)
                 self._transport.begin(step.ready(False))
-            self._transport.put(copies, submission.source.data_ptr())
+            self._transport.put(route.copies, submission.source.data_ptr())
             return
         stream = submission.stream
         if step.first:
@@ -159,10 +160,10 @@ class OneSidedEngine:
         submission.result = result = self._result(submission)
         own_target = result.data_ptr() if step.own_slice else 0
         if not step.first:
-            self._transport.put(copies, submission.source.data_ptr(), own_target, stream)
+            self._transport.put(route.copies, submission.source.data_ptr(), own_target, stream)
             return
         capturing, open_ended = self._capture_id != 0, not step.tags
-        first_put = (copies, submission.source.data_ptr(), own_target, stream)
+        first_put = (route.copies, submission.source.data_ptr(), own_target, stream)
         if not self._transport.begin(ready, readers, capturing, open_ended, *first_put):
             self.check(group)
 
@@ -175,18 +176,17 @@ class OneSidedEngine:
             if not self._cuda:
                 nbytes = math.prod(route.shape) * step.dtype.itemsize
                 return target.written()[:nbytes].view(step.dtype).view(route.shape)
-            lent = route.lent(target)
+            lent = route.lent
+            if lent is None or lent.ended:
+                lent = route.lend()
             if not self._pipelined:
-                self._loan_of(route).lent = lent
+                loan = self._loans.of((self._capture_id, step.tag)) if self._capture_id else route.loan
+                loan.lent = lent
             return lent.tensor.data
         places = target.base
         kept = places.hand_out(route.shape, step.dtype) if isinstance(places, Places) else None
         submission.in_place = kept is not None
         return kept if kept is not None else torch.empty(route.shape, dtype=step.dtype, device=self._device)
-
-    def _loan_of(self, route: Route) -> Loan:
-        """The loan of the route's tag in what is captured, or not."""
-        return self._loans.of((self._capture_id, route.key.tag)) if self._capture_id else route.loan
 
     def finish(self, group: ExchangeGroup) -> None:
         self._unfinished = False

@@ -12,6 +12,7 @@ from .layout import Exchange
 from .loans import Lent, Loan, Loans
 from .mapping import PeerBuffer
 from .places import Places
+from .steps import is_lazy
 from .targets import Entry, TargetKey
 from .torch_compat import Shaped
 
@@ -22,9 +23,12 @@ class Route:
     """How tensors of one layout get into the targets of one tag."""
 
     __slots__ = (
-        *("_addresses", "_copies", "_lent", "_plan", "_rank", "_shaped", "entry", "in_place", "key", "loan", "nbytes"),
+        *("_plan", "_rank", "_shaped", "addresses", "copies", "entry", "in_place", "key", "lent", "loan", "nbytes"),
         "shape",
     )
+
+    copies: _C.Route
+    """Into the target with those ``addresses``."""
 
     def __init__(self, tag: str, exchange: Exchange, x: torch.Tensor, rank: int, loan: Loan) -> None:
         self.key = TargetKey(tag, exchange.direction, x.dtype)
@@ -36,7 +40,7 @@ class Route:
         """Of the target, where it was found last."""
         self.loan = loan
         """Of the tag, outside of CUDA graphs."""
-        self.in_place = _C.rows_dense(x.shape, x.stride()) and not _is_lazy(x)
+        self.in_place = _C.rows_dense(x.shape, x.stride()) and not is_lazy(x)
         """Whether the copies read the tensor where it lies."""
         self._rank = rank
         self._shaped = Shaped(self.shape, x.dtype, x.device)
@@ -48,28 +52,25 @@ class Route:
         self._plan = _C.make_copy_plan(
             exchange.direction, x.shape, strides, x.element_size(), exchange.heads, exchange.seq_lens, rank
         )
-        self._addresses: list[int] | None = None
-        self._copies: Any = None
-        self._lent: Lent | None = None
+        self.addresses: list[int] | None = None
+        self.lent: Lent | None = None
 
-    def lent(self, target: PeerBuffer) -> Lent:
+    def bind(self, target: PeerBuffer) -> None:
+        """From now on the copies go into ``target``, which itself must be free to go."""
+        place_bytes = target.nbytes if isinstance(target.base, Places) else 0
+        self.addresses = target.addresses
+        self.copies = _C.Route(self._plan, target.addresses, place_bytes)
+        self.lent = None
+
+    def lend(self) -> Lent:
         """The result where it lies on this rank's target. On CUDA only."""
-        lent, address = self._lent, target.addresses[self._rank]
-        if lent is None or lent.address != address:
-            lent = self._lent = Lent(self._shaped, address)
+        assert self.addresses is not None
+        self.lent = lent = Lent(self._shaped, self.addresses[self._rank])
         return lent
 
     def source(self, x: torch.Tensor) -> torch.Tensor:
         """What the copies read: ``x`` where it lies, or a contiguous copy of it."""
         return x if self.in_place else x.detach().resolve_conj().resolve_neg().contiguous()
-
-    def into(self, target: PeerBuffer) -> _C.Route:
-        """The copies into ``target``."""
-        if self._addresses is not target.addresses:  # the target itself must be free to go
-            place_bytes = target.nbytes if isinstance(target.base, Places) else 0
-            self._addresses, self._copies = target.addresses, _C.Route(self._plan, target.addresses, place_bytes)
-        copies: _C.Route = self._copies
-        return copies
 
 
 class Routes:
@@ -81,15 +82,10 @@ class Routes:
         self._kept: dict[Any, Route] = {}
 
     def find(self, tag: str, exchange: Exchange, x: torch.Tensor) -> Route:
-        key = (tag, exchange, x.stride(), x.dtype, _is_lazy(x))
+        key = (tag, exchange, x.stride(), x.dtype, is_lazy(x))
         route = self._kept.get(key)
         if route is None:
             if len(self._kept) >= _MAX_KEPT:
                 self._kept.clear()
             route = self._kept[key] = Route(tag, exchange, x, self._rank, self._loans.of((0, tag)))
         return route
-
-
-def _is_lazy(x: torch.Tensor) -> bool:
-    """Whether the values are not those in memory."""
-    return x.is_conj() or x.is_neg()

@@ -157,8 +157,13 @@ def check_tags(tags: tuple[str, ...], max_tags: int) -> None:
 
 def key_of(x: torch.Tensor, tag: str | None, asked: Asked | Exchange, final: bool, terms: Terms) -> Any:
     """What the next step depends on. Raises TypeError, AttributeError or RuntimeError for some of what is refused."""
-    laid_out = (x.shape, x.stride(), x.dtype, x.device, type(x), x.is_neg(), x.is_conj())
-    return tag, asked, final, terms, laid_out, x.requires_grad and is_grad_enabled()
+    needs_gradient = x.requires_grad and is_grad_enabled()
+    return tag, asked, final, terms, x.shape, x.stride(), x.dtype, x.device, type(x), is_lazy(x), needs_gradient
+
+
+def is_lazy(x: torch.Tensor) -> bool:
+    """Whether the values are not those in memory."""
+    return x.is_neg() or (x.dtype.is_complex and x.is_conj())
 
 
 def describe(tags: Sequence[str]) -> str:

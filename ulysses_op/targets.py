@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -41,24 +42,20 @@ class TargetCache:
         self._mapping = mapping
         self._max_targets = max_targets
         self._entries: dict[TargetKey, Entry] = {}
-        self._uses = 0
+        self.tick = itertools.count(1).__next__
+        """The time, for those who use an entry's target without :meth:`find`."""
         self._pinned: dict[tuple[int, TargetKey], list[PeerBuffer]] = {}
 
     def entry_of(self, key: TargetKey) -> Entry:
         """Where the target of ``key`` is, as long as it has one, whatever it grows to: for those who keep it."""
         return self._entries.get(key) or Entry()
 
-    def use(self, entry: Entry) -> None:
-        """It was found without :meth:`find`."""
-        self._uses += 1
-        entry.used = self._uses
-
     def find(self, key: TargetKey, nbytes: int) -> PeerBuffer | None:
         """The target of ``key`` if it is there and has room for ``nbytes``. Involves no other rank."""
         entry = self._entries.get(key)
         if entry is None or entry.target is None or entry.target.nbytes < nbytes:
             return None
-        self.use(entry)
+        entry.used = self.tick()
         return entry.target
 
     def get(
@@ -86,7 +83,7 @@ class TargetCache:
         self._mapping.release([self._take(name) for name in leaving])
         entry = self._entries[key] = Entry()
         entry.target = fresh
-        self.use(entry)
+        entry.used = self.tick()
         return fresh
 
     def pinned(self, scope: int, key: TargetKey, nbytes: int) -> tuple[PeerBuffer, bool]:
