@@ -346,7 +346,7 @@ class Communicator:
             raise RuntimeError(f"the group of {group.describe()} is being waited for already, {_ELSEWHERE}")
         if step is None:
             raise RuntimeError("wait() on a group to which nothing was submitted, or that a later group has replaced")
-        order = step.orders.get(tags) or step.order_of(tags)
+        order = step.order_of(tags)
         for submission in group.submissions:
             if submission.version is not None:
                 submission.check_unchanged()
@@ -411,7 +411,8 @@ class Communicator:
 
     def _group_of(self, tags: tuple[str, ...]) -> ExchangeGroup:
         """The group under way to which exactly ``tags`` were submitted, in this order."""
-        self._check_usable()
+        if self._ready is None:
+            self._check_usable()
         for group in self._groups:
             if group.submitted == tags:
                 return group

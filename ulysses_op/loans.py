@@ -15,17 +15,18 @@ LoanKey = tuple[int, str]  # (capture id or 0, tag)
 class Lent:
     """A tensor on a target. Its ``data`` are lent, again and again, until somebody still has them when a loan ends."""
 
-    __slots__ = ("_references", "_storage", "_uses", "ended", "tensor")
+    __slots__ = ("_counts", "_storage", "_uses", "ended", "tensor")
 
     def __init__(self, shaped: Shaped, address: int) -> None:
         self.ended = False
         with torch.inference_mode(False):  # it outlives it
             self.tensor, self._storage = shaped.at(address)
-        self._references, self._uses = getrefcount(self._storage), storage_uses(self._storage)
+        self._uses = storage_uses(self._storage)
+        self._counts = getrefcount(self._storage), self._uses()
 
     def unused(self) -> bool:
         """Whether nobody has the memory through a tensor, a view of one, or a storage."""
-        return storage_uses(self._storage) == self._uses and getrefcount(self._storage) == self._references
+        return (getrefcount(self._storage), self._uses()) == self._counts
 
     def invalidate(self, message: str) -> None:
         self.ended = True

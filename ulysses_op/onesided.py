@@ -146,7 +146,7 @@ class OneSidedEngine:
             if self._poison or not self._cuda:
                 self._open_targets(group, route.key)
         if not self._cuda:
-            submission.result = self._result(submission)
+            submission.result = self._result_on_cpu(submission)
             if step.first:
                 self.check(group)
                 self._transport.begin(step.ready(False))
@@ -157,36 +157,35 @@ class OneSidedEngine:
             ready, loans = step.opened or self._opened_by(group, step)
             readers = self._loans.end(loans, "a later group of the same communicator has begun")
             readers.discard(stream)
-        submission.result = result = self._result(submission)
-        own_target = result.data_ptr() if step.own_slice else 0
-        if not step.first:
-            self._transport.put(route.copies, submission.source.data_ptr(), own_target, stream)
-            return
-        capturing, open_ended = self._capture_id != 0, not step.tags
-        first_put = (route.copies, submission.source.data_ptr(), own_target, stream)
-        if not self._transport.begin(ready, readers, capturing, open_ended, *first_put):
-            self.check(group)
-
-    def _result(self, submission: Submission) -> torch.Tensor:
-        """Where the result will be: in memory of its own, or in the target, which is lent or has a place for it."""
-        step, target = submission.step, submission.target
-        route: Route = step.route
         if self._lends and not step.owned:
-            submission.in_place = True
-            if not self._cuda:
-                nbytes = math.prod(route.shape) * step.dtype.itemsize
-                return target.written()[:nbytes].view(step.dtype).view(route.shape)
             lent = route.lent
             if lent is None or lent.ended:
                 lent = route.lend()
             if not self._pipelined:
                 loan = self._loans.of((self._capture_id, step.tag)) if self._capture_id else route.loan
                 loan.lent = lent
-            return lent.tensor.data
-        places = target.base
-        kept = places.hand_out(route.shape, step.dtype) if isinstance(places, Places) else None
+            submission.in_place = True
+            submission.result = result = lent.tensor.data
+        else:
+            submission.result = result = torch.empty(route.shape, dtype=step.dtype, device=self._device)
+        put = (route.copies, submission.source.data_ptr(), result.data_ptr() if step.own_slice else 0, stream)
+        if not step.first:
+            self._transport.put(*put)
+        elif not self._transport.begin(ready, readers, self._capture_id != 0, not step.tags, *put):
+            self.check(group)
+
+    def _result_on_cpu(self, submission: Submission) -> torch.Tensor:
+        """Where the result will be: in memory of its own, or in the target, which is lent or has a place for it."""
+        step, target = submission.step, submission.target
+        shape, dtype = step.route.shape, step.dtype
+        if self._lends and not step.owned:
+            submission.in_place = True
+            nbytes = math.prod(shape) * dtype.itemsize
+            lent: torch.Tensor = target.written()[:nbytes].view(dtype).view(shape)
+            return lent
+        kept: torch.Tensor | None = target.base.hand_out(shape, dtype)
         submission.in_place = kept is not None
-        return kept if kept is not None else torch.empty(route.shape, dtype=step.dtype, device=self._device)
+        return kept if kept is not None else torch.empty(shape, dtype=dtype, device=self._device)
 
     def finish(self, group: ExchangeGroup) -> None:
         self._unfinished = False

@@ -12,7 +12,6 @@ from .layout import Exchange
 from .loans import Lent, Loan, Loans
 from .mapping import PeerBuffer
 from .places import Places
-from .steps import is_lazy
 from .targets import Entry, TargetKey
 from .torch_compat import Shaped
 
@@ -40,7 +39,7 @@ class Route:
         """Of the target, where it was found last."""
         self.loan = loan
         """Of the tag, outside of CUDA graphs."""
-        self.in_place = _C.rows_dense(x.shape, x.stride()) and not is_lazy(x)
+        self.in_place = _C.rows_dense(x.shape, x.stride()) and not _is_lazy(x)
         """Whether the copies read the tensor where it lies."""
         self._rank = rank
         self._shaped = Shaped(self.shape, x.dtype, x.device)
@@ -82,10 +81,15 @@ class Routes:
         self._kept: dict[Any, Route] = {}
 
     def find(self, tag: str, exchange: Exchange, x: torch.Tensor) -> Route:
-        key = (tag, exchange, x.stride(), x.dtype, is_lazy(x))
+        key = (tag, exchange, x.stride(), x.dtype, _is_lazy(x))
         route = self._kept.get(key)
         if route is None:
             if len(self._kept) >= _MAX_KEPT:
                 self._kept.clear()
             route = self._kept[key] = Route(tag, exchange, x, self._rank, self._loans.of((0, tag)))
         return route
+
+
+def _is_lazy(x: torch.Tensor) -> bool:
+    """Whether the values are not those in memory."""
+    return x.is_conj() or x.is_neg()

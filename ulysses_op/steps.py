@@ -34,8 +34,8 @@ class Step:
     """
 
     __slots__ = (
-        *("before", "differentiable", "digest", "done", "dtype", "empty", "exchange", "final", "first", "following"),
-        *("gradients", "name", "opened", "orders", "own_slice", "owned", "route", "submitted", "tag", "tags"),
+        *("_orders", "before", "differentiable", "digest", "done", "dtype", "empty", "exchange", "final", "first"),
+        *("following", "gradients", "name", "opened", "own_slice", "owned", "route", "submitted", "tag", "tags"),
     )
 
     def __init__(
@@ -68,7 +68,7 @@ class Step:
         self.done = digest_of(("DONE", tags, *(step.digest for step in self.path)))
         """What DONE stands for behind this step: everything that was submitted, in order."""
         self.following: dict[Any, Step] = {}
-        self.orders: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._orders: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.route: Any = None
         self.opened: Any = None
 
@@ -87,13 +87,17 @@ class Step:
 
         Raises RuntimeError for tags that were not submitted.
         """
+        try:
+            return self._orders[tags]
+        except (KeyError, TypeError):
+            pass
         wanted = tags or self.tags or self.submitted
         missing = [tag for tag in wanted if tag not in self.submitted]
         if missing:
             raise RuntimeError(
                 f"wait() for tags {missing} that were not submitted; submitted are {describe(self.submitted)}"
             )
-        order = self.orders[tags] = tuple(map(self.submitted.index, wanted))
+        order = self._orders[tags] = tuple(map(self.submitted.index, wanted))
         return order
 
     def compared(self, captured: bool) -> dict[str, str]:
@@ -126,11 +130,15 @@ class Steps:
 
     def first(self, tags: tuple[str, ...]) -> dict[Any, Step]:
         """What a group of these tags may begin with. Raises TypeError or ValueError for tags that it cannot have."""
+        following: dict[Any, Step] | None
         try:
-            return self._firsts[tags]
-        except (KeyError, TypeError):
+            following = self._firsts.get(tags)
+        except TypeError:  # which is told by name
+            following = None
+        if following is None:
             check_tags(tags, self._max_tags)
-        return self._firsts.setdefault(tags, {})
+            following = self._firsts[tags] = {}
+        return following
 
     def add(self, following: dict[Any, Step], key: Any, step: Step) -> None:
         """Groups under way keep those that they have come from."""
@@ -157,13 +165,10 @@ def check_tags(tags: tuple[str, ...], max_tags: int) -> None:
 
 def key_of(x: torch.Tensor, tag: str | None, asked: Asked | Exchange, final: bool, terms: Terms) -> Any:
     """What the next step depends on. Raises TypeError, AttributeError or RuntimeError for some of what is refused."""
+    dtype = x.dtype
+    lazy = x.is_neg() or (dtype.is_complex and x.is_conj())
     needs_gradient = x.requires_grad and is_grad_enabled()
-    return tag, asked, final, terms, x.shape, x.stride(), x.dtype, x.device, type(x), is_lazy(x), needs_gradient
-
-
-def is_lazy(x: torch.Tensor) -> bool:
-    """Whether the values are not those in memory."""
-    return x.is_neg() or (x.dtype.is_complex and x.is_conj())
+    return tag, asked, final, terms, x.shape, x.stride(), dtype, x.device, type(x), lazy, needs_gradient
 
 
 def describe(tags: Sequence[str]) -> str:

@@ -51,9 +51,9 @@ def invalidate_storage(storage: torch.UntypedStorage, message: str) -> None:
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storages there are on its memory."""
-    return torch._C._storage_Use_Count(storage._cdata)
+def storage_uses(storage: torch.UntypedStorage) -> Callable[[], int]:
+    """Tells how many tensors share the storage, and itself. Not to be called once it is gone."""
+    return functools.partial(torch._C._storage_Use_Count, storage._cdata)
 
 
 class Shaped:
