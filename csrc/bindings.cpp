@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -189,15 +190,20 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("copy_stream", &CudaTransport::copy_stream)
       .def_property_readonly("own_stream", &CudaTransport::own_stream)
       .def("capture_id", &CudaTransport::capture_id, py::arg("stream"))
-      .def("begin", &CudaTransport::begin, py::arg("ready"), py::arg("stream"), py::arg("readers"),
-           py::arg("capturing"), py::arg("open_ended"), Release())
+      .def(
+          "begin",
+          [](CudaTransport& self, uint64_t ready, const std::set<uintptr_t>& readers, bool capturing, bool open_ended,
+             std::shared_ptr<Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream) {
+            return self.begin(ready, readers, capturing, open_ended, {std::move(route), source, own_target, stream});
+          },
+          py::arg("ready"), py::arg("readers"), py::arg("capturing"), py::arg("open_ended"), py::arg("route"),
+          py::arg("source"), py::arg("own_target"), py::arg("stream"), Release())
       .def(
           "put",
           [](CudaTransport& self, std::shared_ptr<Route> route, uintptr_t source, uintptr_t own_target,
-             uintptr_t stream, bool capturing) { self.put(std::move(route), source, own_target, stream, capturing); },
-          py::arg("route"), py::arg("source"), py::arg("own_target"), py::arg("stream"), py::arg("capturing"),
-          Release())
-      .def("end", &CudaTransport::end, py::arg("done"), py::arg("capturing"), Release())
+             uintptr_t stream) { self.put({std::move(route), source, own_target, stream}); },
+          py::arg("route"), py::arg("source"), py::arg("own_target"), py::arg("stream"), Release())
+      .def("end", &CudaTransport::end, py::arg("done"), Release())
       .def("wait", &CudaTransport::wait, py::arg("stream"), py::arg("number"), py::arg("capturing"), Release())
       .def("failure", &CudaTransport::failure)
       .def(

@@ -185,6 +185,8 @@ void Board::abort_peers(Failure::Kind kind, const std::string& message) {
   }
 }
 
+bool Board::is_aborted() const { return entry(rank_).abort_state.load(std::memory_order_acquire) != 0; }
+
 std::optional<Failure> Board::aborted() const {
   const Entry& self = entry(rank_);
   const uint32_t state = self.abort_state.load(std::memory_order_acquire);

@@ -66,8 +66,10 @@ class Board {
   // Tells every peer that this rank gives up. Only the first message that a peer gets counts. It must precede any
   // release of this rank's own queued work: from then on what this rank writes to its peers means nothing.
   void abort_peers(Failure::Kind kind, const std::string& message);
-  // What a peer has told this rank, if one gave up. One load when none did.
+  // What a peer has told this rank, if one gave up.
   std::optional<Failure> aborted() const;
+  // Whether one did: one load.
+  bool is_aborted() const;
 
   // Whether a signal of that peer stands on this rank's pad.
   bool signalled(int peer) const;

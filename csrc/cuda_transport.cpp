@@ -148,9 +148,17 @@ CudaTransport::~CudaTransport() {
   if (!shutdown(0)) stop();
 }
 
-void CudaTransport::join(std::initializer_list<CUstream> waiters, CUstream stream, CUevent event) {
-  ULYSSES_CUDA(cuEventRecord, event, stream);
-  for (CUstream waiter : waiters) ULYSSES_CUDA(cuStreamWaitEvent, waiter, event, 0);
+void CudaTransport::join(uintptr_t stream) {
+  // The event is recorded again: of another stream's input, own slices would lose sight.
+  if (own_behind_ && *own_behind_ != stream) join_own_slices();
+  ULYSSES_CUDA(cuEventRecord, input_ready(), stream_of(stream));
+  ULYSSES_CUDA(cuStreamWaitEvent, copy_stream_, input_ready(), 0);
+  own_behind_ = stream;
+}
+
+void CudaTransport::join_own_slices() {
+  if (own_behind_) ULYSSES_CUDA(cuStreamWaitEvent, own_stream_, input_ready(), 0);
+  own_behind_.reset();
 }
 
 uint64_t CudaTransport::capture_id(uintptr_t stream) const {
@@ -162,8 +170,9 @@ uint64_t CudaTransport::capture_id(uintptr_t stream) const {
   return status == CU_STREAM_CAPTURE_STATUS_NONE ? 0 : id;
 }
 
-void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing,
-                          bool open_ended) {
+bool CudaTransport::begin(uint64_t ready, const std::set<uintptr_t>& readers, bool capturing, bool open_ended,
+                          Put first) {
+  if (failed()) return false;
   CudaContextGuard guard(context_);
   if (capturing) captured_.store(true);
   // The host may run ahead, but not without limit: every group in flight holds two events.
@@ -171,73 +180,85 @@ void CudaTransport::begin(uint64_t ready, uintptr_t stream, const std::vector<ui
     retire_completed();
     if (in_flight() >= kMaxInFlight) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  CUevent event = capturing ? captured_input_ready_ : input_ready_;
-  // Own slices overwrite the targets too.
-  for (uintptr_t reader : readers) join({copy_stream_, own_stream_}, stream_of(reader), event);
-  join({copy_stream_, own_stream_}, stream_of(stream), event);
-  joined_ = stream;
-  held_back_.clear();  // of a group that was given up
+  capturing_ = capturing;
+  held_back_.clear();  // of a group that was given up, as is this
+  own_behind_.reset();
   own_slices_late_ = open_ended ? std::min<size_t>(tuning_.own_slices_late, 1) : tuning_.own_slices_late;
+  for (uintptr_t reader : readers) join(reader);  // own slices overwrite the targets too
+  join(first.stream);
   if (!skip_ready_) handshake(Signal::kReady, ready);
+  send(first);
+  held_back_.push_back(std::move(first));
+  queue_own_slices(own_slices_late_);
+  return true;
 }
 
-void CudaTransport::put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream,
-                        bool capturing) {
+void CudaTransport::put(Put next) {
   CudaContextGuard guard(context_);
-  CUevent event = capturing ? captured_input_ready_ : input_ready_;
-  if (joined_ != stream) join({copy_stream_, own_stream_}, stream_of(stream), event);
-  joined_.reset();
-  const auto send = [&](const std::vector<PitchedCopy>& copies) {
+  join(next.stream);
+  send(next);
+  held_back_.push_back(std::move(next));
+  queue_own_slices(own_slices_late_);
+}
+
+void CudaTransport::send(const Put& put) {
+  const auto send_all = [&](const std::vector<PitchedCopy>& copies) {
     for (const PitchedCopy& copy : copies)
-      copy_slice(copy, source, route->targets[static_cast<size_t>(copy.peer)], copy_stream_);
+      copy_slice(copy, put.source, put.route->targets[static_cast<size_t>(copy.peer)], copy_stream_);
   };
   if (tuning_.rotated) {
-    send(route->plan.copies);
+    send_all(put.route->plan.copies);
   } else {
-    std::vector<PitchedCopy> copies = route->plan.copies;
+    std::vector<PitchedCopy> copies = put.route->plan.copies;
     std::stable_sort(copies.begin(), copies.end(), [](const auto& a, const auto& b) { return a.peer < b.peer; });
-    send(copies);
+    send_all(copies);
   }
-  held_back_.push_back({std::move(route), source, own_target});
-  queue_own_slices(own_slices_late_);
 }
 
 void CudaTransport::queue_own_slices(size_t but_for) {
   while (held_back_.size() > but_for) {
-    const OwnSlice& own = held_back_.front();
-    if (own.target != 0) {
-      for (const PitchedCopy& copy : own.route->plan.own) copy_slice(copy, own.source, own.target, own_stream_);
+    const Put& own = held_back_.front();
+    if (own.own_target != 0) {
+      join_own_slices();
+      for (const PitchedCopy& copy : own.route->plan.own) copy_slice(copy, own.source, own.own_target, own_stream_);
     }
     held_back_.pop_front();
   }
 }
 
-uint64_t CudaTransport::end(uint64_t done, bool capturing) {
+uint64_t CudaTransport::end(uint64_t done) {
   CudaContextGuard guard(context_);
   queue_own_slices(0);
+  join_own_slices();  // also where there were none: what follows on that stream is part of the capture, too
   if (!skip_done_) handshake(Signal::kDone, done);
   const uint64_t number = ++groups_;
-  const Ends ends = capturing ? captured_ends_[number % kMaxUnwaited] : Ends{take_event(), take_event()};
+  const Ends ends = capturing_ ? captured_ends_[number % kMaxUnwaited] : Ends{take_event(), take_event()};
   ULYSSES_CUDA(cuEventRecord, ends.done, copy_stream_);
   ULYSSES_CUDA(cuEventRecord, ends.own_slices, own_stream_);
-  if (capturing) return number;
+  if (capturing_) return number;
   std::lock_guard lock(mutex_);
   in_flight_.push_back({number, ends});
   return number;
 }
 
-void CudaTransport::wait(uintptr_t stream, uint64_t number, bool capturing) {
+bool CudaTransport::wait(uintptr_t stream, uint64_t number, bool capturing) {
   CudaContextGuard guard(context_);
   const auto wait_for = [stream](const Ends& ends) {
     ULYSSES_CUDA(cuStreamWaitEvent, stream_of(stream), ends.done, 0);
     ULYSSES_CUDA(cuStreamWaitEvent, stream_of(stream), ends.own_slices, 0);
   };
-  if (capturing) return wait_for(captured_ends_[number % kMaxUnwaited]);
-  // Under the lock, since a retired group's events are recorded again by others. One that is not found is complete.
-  std::lock_guard lock(mutex_);
-  const auto group = std::find_if(in_flight_.rbegin(), in_flight_.rend(),
-                                  [number](const InFlight& each) { return each.number == number; });
-  if (group != in_flight_.rend()) wait_for(group->ends);
+  if (capturing) {
+    wait_for(captured_ends_[number % kMaxUnwaited]);
+    return failed();
+  }
+  {
+    // Under the lock, since a retired group's events are recorded again by others. One that is not found is complete.
+    std::lock_guard lock(mutex_);
+    const auto group = std::find_if(in_flight_.rbegin(), in_flight_.rend(),
+                                    [number](const InFlight& each) { return each.number == number; });
+    if (group != in_flight_.rend()) wait_for(group->ends);
+  }
+  return failed();
 }
 
 void CudaTransport::handshake(Signal signal, uint64_t value) {
@@ -322,6 +343,8 @@ bool CudaTransport::device_lost() const {
       return false;
   }
 }
+
+bool CudaTransport::failed() const { return failed_.load(std::memory_order_acquire) || board_->is_aborted(); }
 
 std::optional<Failure> CudaTransport::failure() const {
   if (failed_.load(std::memory_order_acquire)) {

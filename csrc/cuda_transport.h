@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -23,8 +24,9 @@ namespace ulysses {
 // One rank's copy stream. All commands are enqueued and return at once, except where too many groups are in flight.
 //
 // begin(r): the copy stream waits for everything on the caller's stream so far, so also for the last readers of the
-// targets, then READY.
-// put: it waits for the caller's stream again, since that makes the input, then one pitched copy a peer.
+// targets, then READY, and the first put.
+// put: it waits for the caller's stream again, since that makes the input, then one pitched copy a peer. The stream of
+// the own slices waits for it in front of those that are queued next.
 // end(d): DONE.
 // wait(g): a stream waits for group g's end and for its own slices.
 //
@@ -68,17 +70,24 @@ class CudaTransport {
   // Identifies the CUDA graph capture that the stream is in; 0 when it is in none.
   uint64_t capture_id(uintptr_t stream) const;
 
-  // `capturing` says that `stream` is being captured; a group begins and ends in one capture.
-  // `readers` are further streams on which earlier results may still be read. `open_ended`: the end does not follow the
-  // last put, but whatever the caller computes before it waits.
-  void begin(uint64_t ready, uintptr_t stream, const std::vector<uintptr_t>& readers, bool capturing, bool open_ended);
-  // `own_target`, where it is not 0, is where the rank's own slice goes, on the own-slice stream, at one of the next
-  // puts or the end: the source stays until then.
-  void put(std::shared_ptr<const Route> route, uintptr_t source, uintptr_t own_target, uintptr_t stream,
-           bool capturing);
+  // What is put, on which stream it is made, and where the rank's own slice goes, if that is not 0: on the own-slice
+  // stream, at one of the next puts or the end. The source stays until then.
+  struct Put {
+    std::shared_ptr<const Route> route;
+    uintptr_t source;
+    uintptr_t own_target;
+    uintptr_t stream;
+  };
+
+  // `readers` are further streams on which earlier results may still be read. `capturing` says that the put's stream is
+  // being captured; a group begins and ends in one capture. `open_ended`: the end does not follow the last put, but
+  // whatever the caller computes before it waits. False: the exchange has failed, and nothing was enqueued.
+  bool begin(uint64_t ready, const std::set<uintptr_t>& readers, bool capturing, bool open_ended, Put first);
+  void put(Put next);
   // The number of the group that ends. Later groups may begin before it is waited for, kMaxUnwaited at most.
-  uint64_t end(uint64_t done, bool capturing);
-  void wait(uintptr_t stream, uint64_t number, bool capturing);
+  uint64_t end(uint64_t done);
+  // Whether the exchange has failed; what was waited for then is void.
+  bool wait(uintptr_t stream, uint64_t number, bool capturing);
 
   static constexpr size_t kMaxUnwaited = 8;
 
@@ -102,16 +111,14 @@ class CudaTransport {
   };
   struct PadImage;
 
-  // An own slice that is not queued yet. The caller keeps its source until the group has ended.
-  struct OwnSlice {
-    std::shared_ptr<const Route> route;
-    uintptr_t source;
-    uintptr_t target;
-  };
-
+  CUevent input_ready() const { return capturing_ ? captured_input_ready_ : input_ready_; }
+  // Makes the copy stream stand behind what is on `stream` now; the own slices' stream once it is used, and at once
+  // where that stands behind another stream's input so far.
+  void join(uintptr_t stream);
+  void join_own_slices();
+  void send(const Put& put);
   void queue_own_slices(size_t but_for);  // those that are held back, but for the last ones
-  // Makes the waiters stand behind what is on `stream` now.
-  void join(std::initializer_list<CUstream> waiters, CUstream stream, CUevent event);
+  bool failed() const;
   void handshake(Signal signal, uint64_t value);
   size_t in_flight() const;
   void retire_completed();  // pops completed groups
@@ -138,10 +145,12 @@ class CudaTransport {
   CUstream copy_stream_ = nullptr;
   CUstream own_stream_ = nullptr;
   CUstream watch_stream_ = nullptr;
-  CUevent input_ready_ = nullptr;    // re-recorded by every join; a wait keeps what it saw
-  std::optional<uintptr_t> joined_;  // the stream that a begin has joined, for the put right behind it
-  std::deque<OwnSlice> held_back_;
-  size_t own_slices_late_ = 0;  // in this group
+  CUevent input_ready_ = nullptr;  // re-recorded by every join; a wait keeps what it saw
+  // Of the group that is open.
+  bool capturing_ = false;
+  size_t own_slices_late_ = 0;
+  std::deque<Put> held_back_;            // whose own slices are not queued yet
+  std::optional<uintptr_t> own_behind_;  // the stream whose last input own slices are still to stand behind
   // Captured events cannot be queried or waited for outside, so they are apart.
   CUevent captured_input_ready_ = nullptr;
   std::array<Ends, kMaxUnwaited> captured_ends_{};  // by group number; a wait keeps what it saw

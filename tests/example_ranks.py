@@ -53,11 +53,12 @@ def near(pairs: list[tuple[float, float]], dtype: torch.dtype) -> bool:
 
 @dataclass
 class Exchanged:
-    """One submission: what a rank gave, and what it got."""
+    """One submission: what a rank gave, of which ``heads`` mean something, and what it got."""
 
     direction: str
     final: bool
     sent: Tensor
+    heads: list[int]
     received: Tensor | None = None
 
 
@@ -66,18 +67,21 @@ def recorded() -> Iterator[list[Exchanged]]:
     """Everything that this process submits, in this order: in groups, one by one, or from compiled code."""
     record: list[Exchanged] = []
     of_group: dict[int, list[Exchanged]] = {}
-    submit, wait = Communicator._submit_exchange, Communicator._wait
+    submit, wait = Communicator._submit, Communicator._wait
 
-    def recording_submit(
-        self: Communicator, group: Any, x: Tensor, tag: str, exchange: Any, final: bool, *others: Any
-    ) -> None:
-        made = Exchanged(exchange.direction, group.is_next_final(final), x.clone())
-        submit(self, group, x, tag, exchange, final, *others)
+    def recording_submit(self: Communicator, group: Any, x: Tensor, step: Any) -> Any:
+        exchange, heads = step.exchange, list(range(x.shape[2]))
+        if exchange.direction == "scatter_heads" and not step.own_slice:  # the own ones are written where they belong
+            start, stop = exchange.heads[self.rank]
+            del heads[start:stop]
+        made = Exchanged(exchange.direction, step.final, x.clone(), heads)
+        submission = submit(self, group, x, step)
         record.append(made)
         of_group.setdefault(id(group), []).append(made)
+        return submission
 
     def recording_wait(self: Communicator, group: Any, tags: Any) -> tuple[Tensor, ...]:
-        order = group.submitted_tags()
+        order = group.submitted
         results = wait(self, group, tags)
         mine = of_group.pop(id(group))
         for tag, result in zip(tags or group.tags or order, results, strict=True):
@@ -85,7 +89,7 @@ def recorded() -> Iterator[list[Exchanged]]:
         return results
 
     with (
-        mock.patch.object(Communicator, "_submit_exchange", recording_submit),
+        mock.patch.object(Communicator, "_submit", recording_submit),
         mock.patch.object(Communicator, "_wait", recording_wait),
     ):
         yield record

@@ -55,7 +55,7 @@ def demonstrate_wrongly(rank: int, world_size: int, how: str) -> tuple[int, str]
 
     def deliver_wrongly(engine: OneSidedEngine, group: Any) -> list[torch.Tensor]:
         results = deliver(engine, group)
-        tags = [submission.tag for submission in group.submissions]
+        tags = [submission.step.tag for submission in group.submissions]
         if how == "swap q and k" and "q" in tags:
             q, k = tags.index("q"), tags.index("k")
             results[q], results[k] = results[k], results[q]

@@ -215,7 +215,15 @@ def test_another_lowering_is_not_served_what_the_old_one_made(first: list[Told],
 # call that has it made is checked.
 NOT_SHAPING = {"checked_calls.py", "communicator.py", "registry.py"}
 SHAPING = {
-    *("compiling.py", "fx_narrow.py", "fx_nodes.py", "fx_order.py", "fx_products.py", "grouping.py", "inductor_compat.py"),
+    *(
+        "compiling.py",
+        "fx_narrow.py",
+        "fx_nodes.py",
+        "fx_order.py",
+        "fx_products.py",
+        "grouping.py",
+        "inductor_compat.py",
+    ),
     *("inductor_lowering.py", "inductor_order.py", "ops.py", "own_parts.py", "gradients.py", "layout.py"),
     "projections.py",
 }

@@ -121,9 +121,9 @@ def events_of(model: torch.nn.Module, inputs: dict[str, Any], comm: Any) -> list
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: events.append(name)))
     submit = comm._submit
 
-    def record(group: Any, x: Any, tag: str, *rest: Any) -> Any:
-        events.append(f"submit {tag}")
-        return submit(group, x, tag, *rest)
+    def record(group: Any, x: Any, step: Any) -> Any:
+        events.append(f"submit {step.tag}")
+        return submit(group, x, step)
 
     comm._submit = record
     try:

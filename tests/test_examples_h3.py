@@ -96,7 +96,8 @@ def run_h3(
                 local[role] = x[:, session.rows]
                 whole[role] = x.chunk(ulysses, 2)[comm.rank]
             there, back = (local, whole) if each.direction == "scatter_heads" else (whole, local)
-            sent_as, far = role_of(each.sent, there)
+            sent = {role: x[:, :, each.heads] for role, x in there.items()}
+            sent_as, far = role_of(each.sent[:, :, each.heads], sent)
             received_as, further = role_of(each.received, back)
             submitted.append((sent_as, each.final))
             received.append(received_as)

@@ -100,7 +100,7 @@ def _source_of_a_strided_v(rank: int, world_size: int) -> tuple[bool, bool]:
     with comm.group("v", "spread") as group:
         group.submit(v, tag="v")
         group.submit(spread, tag="spread")
-        strided, copied = (submission.state.source for submission in group.submissions)
+        strided, copied = (submission.source for submission in group.submissions)
         same = strided.data_ptr() == v.data_ptr() and strided.stride() == v.stride()
         own = copied.data_ptr() != spread.data_ptr() and copied.is_contiguous()
         results = group.wait()

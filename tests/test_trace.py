@@ -415,11 +415,11 @@ def run_recorded(rank: int, world_size: int, folder: Path) -> tuple[int, str, li
     order in which a step submits them, by the names that the groups give them."""
     submitted: list[str] = []
     orders: list[list[str]] = []
-    submit = Communicator._submit_exchange
+    submit = Communicator._submit
 
-    def spy(self: Communicator, group: Any, x: Any, tag: str, *rest: Any) -> None:
-        submitted.append(rest[3] if len(rest) > 3 else tag)  # its name in the program, where it is compiled
-        submit(self, group, x, tag, *rest)
+    def spy(self: Communicator, group: Any, x: Any, step: Any) -> Any:
+        submitted.append(step.name or step.tag)  # its name in the program, where it is compiled
+        return submit(self, group, x, step)
 
     def fake(call: Callable[[], Any], together: Ranks, path: Path, steps: int) -> None:
         assert steps == 3
@@ -429,7 +429,7 @@ def run_recorded(rank: int, world_size: int, folder: Path) -> tuple[int, str, li
         write_trace(path, [event for number in range(steps) for event in step_events(10_000 * number)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Communicator, "_submit_exchange", spy)
+        patch.setattr(Communicator, "_submit", spy)
         patch.setattr(command, "record", fake)
         patch.setattr(fx_products, "min_part", 0)
         status, told = run_trace(rank, world_size, folder, ("--shape", "1,8,4,8"), "shm")

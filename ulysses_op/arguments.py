@@ -18,6 +18,11 @@ _MAX_KEPT = 1024
 _OF_BITS = frozenset(getattr(torch, name) for name in dir(torch) if re.fullmatch(r"u?int[1-7]|bits\w+", name))
 
 
+Asked = tuple[Direction, "Sequence[Sequence[int]] | None", "Sequence[int] | None", bool]
+"""What an exchange is worked out from, beside the tensor: direction, heads, seq_lens, and whether replicas are
+admitted."""
+
+
 class Exchanges:
     """The exchanges of one rank, each kept for the next call with the same arguments."""
 
@@ -25,43 +30,14 @@ class Exchanges:
         self._world_size = world_size
         self._rank = rank
         self._kept: dict[Any, Exchange] = {}
-        self._seen: dict[Any, Exchange] = {}  # by the arguments as they came, of tensors like those that passed
 
-    def find(
-        self,
-        x: torch.Tensor,
-        direction: Direction,
-        heads: Sequence[Sequence[int]] | None,
-        seq_lens: Sequence[int] | None,
-        replicas: bool = False,
-    ) -> Exchange:
+    def find(self, x: torch.Tensor, asked: Asked) -> Exchange:
         """Raises TypeError for what is no plain dense tensor of 1, 2, 4 or 8 bytes an element, ValueError for heads or
         lengths that do not fit.
         """
-        as_it_came: Any
-        try:
-            as_it_came = (type(x), x.shape, x.dtype, x.layout, direction, heads, seq_lens, replicas)
-            exchange = self._seen.get(as_it_came)
-            if exchange is not None and (x.data_ptr() or not x.numel()):
-                return exchange
-        except (AttributeError, RuntimeError, TypeError):  # a list among them, or a tensor that will be refused
-            as_it_came = None
-        exchange = self._find(x, direction, heads, seq_lens, replicas)
-        if as_it_came is not None:
-            if len(self._seen) >= _MAX_KEPT:
-                self._seen.clear()
-            self._seen[as_it_came] = exchange
-        return exchange
-
-    def _find(
-        self,
-        x: torch.Tensor,
-        direction: Direction,
-        heads: Sequence[Sequence[int]] | None,
-        seq_lens: Sequence[int] | None,
-        replicas: bool,
-    ) -> Exchange:
         _check_tensor(x)
+        direction: Direction
+        direction, heads, seq_lens, replicas = asked
         if isinstance(heads, HeadPlan):
             raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
         if direction not in ("scatter_heads", "gather_heads"):

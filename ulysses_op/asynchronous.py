@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from .arguments import Asked
 from .communicator import Communicator
 from .errors import UlyssesError
 from .exchange_group import ExchangeGroup
-from .layout import Direction, HeadRanges
 
 complete_at_submit = False
 """Makes each submission a group of its own that is complete when submit returns: for tools that look at a submission's
@@ -31,12 +31,9 @@ class AsyncExchange:
     def submit(
         self,
         x: torch.Tensor,
-        direction: Direction,
-        heads: HeadRanges | None,
-        seq_lens: tuple[int, ...] | None,
-        replicas: bool,
+        asked: Asked,
         tag: str,
-        tags: Sequence[str],
+        tags: tuple[str, ...],
         name: str,
         own_slice: bool,
         lend: bool,
@@ -52,13 +49,12 @@ class AsyncExchange:
         next submission with that tag and direction.
         """
         communicator, x = self.communicator, x.detach() if x.requires_grad else x
-        exchange = communicator._exchanges.find(x, direction, heads, seq_lens, replicas)
         if complete_at_submit:
-            return communicator._exchange([(tag, x, exchange)])[0]
+            return communicator._exchange([(tag, x, asked)])[0]
         group = self._open
         if group is None:
-            group = self._open = ExchangeGroup(communicator, tags)
-        elif group.tags != tuple(tags) or group.has(tag):
+            group = self._open = communicator.group(*tags)
+        elif group.tags != tags or group.has(tag):
             self._open = None
             error = RuntimeError(
                 f"tag {tag!r} is submitted while the group of {group.describe()} is still open: the code that began it "
@@ -67,15 +63,15 @@ class AsyncExchange:
             communicator._break(error)
             raise error
         try:
-            communicator._submit_exchange(group, x, tag, exchange, False, not lend, name, own_slice)
+            submission = group.submit_as(x, tag, asked, terms=(not lend, own_slice, name))
         except BaseException:
             self._open = None
             raise
         if group.final:
             self._open = None
-        return communicator._built().result_of(group.submissions[-1])
+        return submission.result
 
-    def wait(self, targets: Sequence[torch.Tensor], tags: Sequence[str]) -> None:
+    def wait(self, targets: Sequence[torch.Tensor], tags: tuple[str, ...]) -> None:
         """Complete the group of ``tags``; its results are in ``targets`` for work that is enqueued from here on.
 
         Raises RuntimeError if no such group is under way.
@@ -85,15 +81,12 @@ class AsyncExchange:
         group = self.communicator._group_of(tags)
         if group is self._open:
             self._open = None
-        submissions = [(each.exchange, each.own_slice) for each in group.submissions]
         results = self.communicator._wait(group, ())
-        for target, result, (exchange, own_slice) in zip(targets, results, submissions, strict=True):
-            if target.data_ptr() == result.data_ptr():
-                continue
-            # A compiler has copied it. What the result lacks was written to the copy.
-            everywhere = (slice(None),)
-            for region in [everywhere] if own_slice else exchange.peer_dests(self.communicator.rank):
-                target[region].copy_(result[region])
+        for target, result, step in zip(targets, results, group.path, strict=True):
+            if target.data_ptr() != result.data_ptr():  # a compiler has copied it, and what the result lacks is there
+                everywhere = (slice(None),)
+                for region in [everywhere] if step.own_slice else step.exchange.peer_dests(self.communicator.rank):
+                    target[region].copy_(result[region])
 
     def leave(self, error: BaseException) -> None:
         """The code that submits was left by ``error``: it neither submits nor waits for what is under way any more."""

@@ -34,8 +34,11 @@ _callers = _Callers()
 def note(communicator: Communicator, x: torch.Tensor) -> None:
     """An op that exchanges ``x`` has found its communicator."""
     for used in _callers.used:
-        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        used[communicator] = captured or used.get(communicator, False)
+        known = used.get(communicator)
+        if not known:
+            captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+            if captured or known is None:
+                used[communicator] = captured
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

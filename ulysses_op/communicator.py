@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from .arguments import Exchanges
+from . import registry
+from .arguments import Asked, Exchanges
 from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
 from .engine import Engine
@@ -22,10 +22,10 @@ from .errors import BrokenCommunicatorError, TargetError, kind_of_error
 from .exchange_group import ExchangeGroup, Submission, call_op
 from .flight_record import FlightRecord, dump_on_failure, flight_record
 from .gradients import DifferentiableExchange
-from .layout import Direction, Exchange, HeadRanges
+from .layout import Exchange
 from .memory_pools import outside_memory_pools
 from .process_groups import GroupLike, resolve_group
-from .registry import register
+from .steps import OWNED, Step, Steps, Terms, key_of
 from .torch_compat import group_device_types, stops_recomputation
 
 TIMEOUT_VARIABLE = "ULYSSES_OP_TIMEOUT_S"
@@ -75,11 +75,12 @@ class Communicator:
         self.world_size: int = resolved.size()
         if self.rank < 0:
             raise ValueError("this process is not a member of the process group")
-        self._where = (register(self, resolved), self.world_size, self.rank)
+        self._where = (registry.register(self, resolved), self.world_size, self.rank)
         self._requested = backend
         self._max_targets = max_targets
         self._timeout_s = timeout_s
         self._engine: Engine | None = None
+        self._ready: Engine | None = None  # the engine as long as it may be used: what _check_usable() tells otherwise
         self._device: torch.device | None = None
         self._decision: Decision | None = None
         self._facts: list[Facts] = []
@@ -92,6 +93,7 @@ class Communicator:
         self._pid = os.getpid()
         self._release: weakref.finalize[Any, Any] | None = None
         self._exchanges = Exchanges(self.world_size, self.rank)
+        self._steps = Steps(max_targets)
         self._record = FlightRecord()
 
     # What was decided.
@@ -185,11 +187,6 @@ class Communicator:
 
         All ranks submit the same tags, shapes, dtypes and plans in the same order.
         """
-        if len(tags) > self._max_targets:
-            raise ValueError(
-                f"the group names {len(tags)} tags and needs as many targets, but max_targets is {self._max_targets}: "
-                "create the communicator with a larger max_targets"
-            )
         return ExchangeGroup(self, tags)
 
     def check(self) -> None:
@@ -218,6 +215,7 @@ class Communicator:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self._ready = None
         try:
             if self._companion is not None:
                 self._companion.close()
@@ -268,54 +266,53 @@ class Communicator:
 
     # A group's life, called by ExchangeGroup.
 
-    def _submit(
+    def _next_step(
         self,
         group: ExchangeGroup,
         x: torch.Tensor,
-        tag: str,
-        direction: Direction,
-        heads: Sequence[Sequence[int]] | None,
-        seq_lens: Sequence[int] | None,
+        tag: str | None,
+        asked: Asked | Exchange,
         final: bool,
-        owned: bool = False,
-    ) -> None:
-        if isinstance(x, AsyncCollectiveTensor):
-            x = x.wait()
-        self._submit_exchange(group, x, tag, self._exchanges.find(x, direction, heads, seq_lens), final, owned)
-
-    def _submit_exchange(
-        self,
-        group: ExchangeGroup,
-        x: torch.Tensor,
-        tag: str,
-        exchange: Exchange,
-        final: bool,
-        owned: bool,
-        name: str = "",
-        own_slice: bool = True,
-    ) -> None:
-        self._check_usable()
+        terms: Terms,
+    ) -> Step:
+        """The step that such a submission is, new where there is none; raises, before anything moves, for what may not
+        be submitted.
+        """
+        named = group.free_tag(tag, group.submitted)
+        exchange = asked if isinstance(asked, Exchange) else self._exchanges.find(x, asked)
+        self._usable(x.device)
         if group.waited:
             raise RuntimeError("submit() after wait(): begin another group")
         if group.final:
             raise RuntimeError(
                 f"submit() after the final submission of the group of {group.describe()}: begin another group"
             )
-        engine = self._built(x.device)
-        assert self._device is not None
         if x.device != self._device:
             raise ValueError(
                 f"the tensor is on {x.device}, but this communicator exchanges tensors on "
                 f"{self._device}: use one communicator a device"
             )
-        begins = group not in self._groups
-        if begins:
-            self._begin(engine, group.tags or (tag,))
-        elif len(self._groups) > 1 and any(other.has(tag) for other in self._groups if other is not group):
-            error = RuntimeError(f"tag {tag!r} belongs to an earlier group that was not waited for yet")
+        key = key_of(x, tag, asked, final, terms)
+        try:
+            step = group.following.get(key)
+        except TypeError:  # lists, which others may write
+            key = key_of(x, tag, exchange, final, terms)
+            step = group.following.get(key)
+        if step is None:
+            step = Step(group.tags, group.path, named, exchange, x, final, terms)
+            self._steps.add(group.following, key, step)
+        return step
+
+    def _submit(self, group: ExchangeGroup, x: torch.Tensor, step: Step) -> Submission:
+        engine = self._ready or self._usable()
+        if step.first:
+            if self._groups:
+                self._begin(engine, step.tags or step.submitted)
+        elif len(self._groups) > 1 and any(other.has(step.tag) for other in self._groups if other is not group):
+            error = RuntimeError(f"tag {step.tag!r} belongs to an earlier group that was not waited for yet")
             self._break(error)
             raise error
-        submission = Submission(tag, x, exchange, owned, group.is_next_final(final), name, own_slice)
+        submission = Submission(step, x)
         try:
             engine.prepare(group, submission)
         except TargetError as error:
@@ -324,63 +321,58 @@ class Communicator:
             raise error
         except BaseException as error:
             # Of ordinary errors before a group has begun the peers need not know, unless they wait for this rank.
-            begun = bool(group.submissions) or submission.met
+            begun = not step.first or submission.met
             if begun or isinstance(error, BrokenCommunicatorError) or not isinstance(error, Exception):
                 self._break(error)
             raise
         try:
-            if begins:
+            if step.first:
                 self._groups.append(group)
                 self._record.begin(group)
-                engine.check(group)
             engine.submit(group, submission)
             group.add(submission)
-            if submission.final:
+            if step.final:
                 self._finish(group)
         except BaseException as error:
             self._break(error)
             raise
+        return submission
 
-    def _wait(self, group: ExchangeGroup, tags: Sequence[str]) -> tuple[torch.Tensor, ...]:
-        self._check_usable()
+    def _wait(self, group: ExchangeGroup, tags: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+        engine, step = self._ready or self._usable(), group.step
         if group.waited:
             raise RuntimeError("wait() was called already: a group is waited for once")
         if group.waiting:
             raise RuntimeError(f"the group of {group.describe()} is being waited for already, {_ELSEWHERE}")
-        if group not in self._groups or not group.submissions:
+        if step is None:
             raise RuntimeError("wait() on a group to which nothing was submitted, or that a later group has replaced")
-        submitted = group.submitted_tags()
-        wanted = tags or group.tags or submitted
-        missing = [tag for tag in wanted if tag not in submitted]
-        if missing:
-            raise RuntimeError(f"wait() for tags {missing} that were not submitted; submitted are {group.describe()}")
+        order = step.order_of(tags)
         for submission in group.submissions:
-            submission.check_unchanged()
-        engine = self._built()
+            if submission.version is not None:
+                submission.check_unchanged()
         group.waiting = True
         try:
             if not group.final:
                 self._finish(group)
             results = engine.deliver(group)
-            engine.check(group)
         except BaseException as error:
             self._break(error)
             raise
         finally:
             group.waiting = False
-        self._check_usable()  # it may have been closed meanwhile
-        group.waited = True
+        if self._ready is None:  # it may have been closed meanwhile
+            self._check_usable()
         group.delivered_ns = time.time_ns()
         self._groups.remove(group)
-        results = self._differentiable(group, results)
-        for submission in group.submissions:
-            submission.release()
-        return tuple(results[submitted.index(tag)] for tag in wanted)
+        if step.gradients:
+            results = self._differentiable(group, results)
+        group.release()
+        return tuple([results[i] for i in order])
 
     def _finish(self, group: ExchangeGroup) -> None:
         """Nothing more is submitted to the group."""
         assert self._engine is not None
-        group.final = True
+        group.close()
         group.complete_ns = time.time_ns()
         self._engine.finish(group)
 
@@ -417,11 +409,12 @@ class Communicator:
                 "waited for, and are lost now: call a group's wait() before the next one begins"
             )
 
-    def _group_of(self, tags: Sequence[str]) -> ExchangeGroup:
+    def _group_of(self, tags: tuple[str, ...]) -> ExchangeGroup:
         """The group under way to which exactly ``tags`` were submitted, in this order."""
-        self._check_usable()
+        if self._ready is None:
+            self._check_usable()
         for group in self._groups:
-            if group.submitted_tags() == tuple(tags):
+            if group.submitted == tags:
                 return group
         raise RuntimeError(
             f"no group of {', '.join(map(repr, tags))} is under way: it was not submitted, or was waited for already"
@@ -435,51 +428,49 @@ class Communicator:
             if not group.final:
                 self._guarded(self._finish, group)
             self._guarded(engine.abandon, group)
-        for submission in group.submissions:
-            submission.release()
+        group.release()
 
     def _differentiable(self, group: ExchangeGroup, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        index = [i for i, submission in enumerate(group.submissions) if submission.differentiable]
-        if index:
-            chosen = [group.submissions[i] for i in index]
-            tied = DifferentiableExchange.apply(
-                self,
-                [s.tag for s in chosen],
-                [s.exchange for s in chosen],
-                [results[i] for i in index],
-                *(s.x for s in chosen),
-            )
-            for i, result in zip(index, tied, strict=True):
-                results[i] = result
+        index = [i for i, submission in enumerate(group.submissions) if submission.step.differentiable]
+        chosen = [group.submissions[i] for i in index]
+        tied = DifferentiableExchange.apply(
+            self,
+            [each.step.tag for each in chosen],
+            [each.step.exchange for each in chosen],
+            [results[i] for i in index],
+            *(each.x for each in chosen),
+        )
+        for i, result in zip(index, tied, strict=True):
+            results[i] = result
         return results
 
-    def _exchange(self, parts: Sequence[tuple[str, torch.Tensor, Exchange]]) -> tuple[torch.Tensor, ...]:
+    def _exchange(self, parts: Sequence[tuple[str, torch.Tensor, Asked | Exchange]]) -> tuple[torch.Tensor, ...]:
         """One group of owned, differentiable exchanges."""
-        group = ExchangeGroup(self, [tag for tag, _, _ in parts])
+        group = self.group(*(tag for tag, _, _ in parts))
         with group:
-            for tag, x, exchange in parts:
-                self._submit_exchange(group, x, tag, exchange, False, True)
+            for tag, x, asked in parts:
+                group.submit_as(x, tag, asked, terms=OWNED)
             return self._wait(group, ())
 
-    def _exchange_one(
-        self,
-        x: torch.Tensor,
-        direction: Direction,
-        heads: HeadRanges | None,
-        seq_lens: tuple[int, ...] | None,
-        replicas: bool,
-    ) -> torch.Tensor:
+    def _exchange_one(self, x: torch.Tensor, asked: Asked) -> torch.Tensor:
         """A group of one, owned, without a gradient: what the ops run."""
-        exchange = self._exchanges.find(x, direction, heads, seq_lens, replicas)
-        return self._exchange([(f"{direction}()", x.detach(), exchange)])[0]
+        return self._exchange([(f"{asked[0]}()", x.detach(), asked)])[0]
 
     # Building.
 
-    def _built(self, device: torch.device | None = None) -> Engine:
+    def _built(self) -> Engine:
         if self._engine is None:
-            self.build(device)
+            self.build()
         assert self._engine is not None
         return self._engine
+
+    def _usable(self, device: torch.device | None = None) -> Engine:
+        """The engine, built if need be for tensors on ``device``; raises where it may not be used."""
+        self._check_usable()
+        if self._ready is None:
+            self.build(device)
+        assert self._ready is not None
+        return self._ready
 
     def _group(self) -> dist.ProcessGroup:
         group = self._group_ref()
@@ -498,7 +489,8 @@ class Communicator:
         with torch.inference_mode(False):
             engine, decision, facts = outside_memory_pools(device, lambda: bring_up(group, device, *with_settings))
         self._engine, self._decision, self._facts, self._device = engine, decision, facts, device
-        self._release = weakref.finalize(self, _release, engine, os.getpid())
+        self._release = weakref.finalize(self, _release, engine, os.getpid(), weakref.ref(self))
+        self._ready = engine
 
     # Failing.
 
@@ -524,6 +516,7 @@ class Communicator:
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
             self._broken = _text_of(error)
+            self._ready = None
             self._groups.clear()
             if self._engine is not None:
                 self._engine.abort(kind_of_error(error), self._broken)
@@ -553,9 +546,21 @@ def _text_of(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _release(engine: Engine, pid: int) -> None:
+def _release(engine: Engine, pid: int, of: weakref.ref[Communicator]) -> None:
     """What is left to do for a communicator that was not closed. In a forked child nothing of it works, and it is the
     parent's.
     """
+    communicator = of()
+    if communicator is not None:
+        communicator._ready = None
     if os.getpid() == pid:
         engine.close(_RELEASE_GRACE_S)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the communicators there are belong to its parent."""
+    for _, communicator in registry.living():
+        communicator._ready = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_compiling
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from .arguments import whole_numbers
+from .arguments import Asked, whole_numbers
 from .layout import Direction, Exchange, HeadPlan
+from .steps import LENT, Step, Terms, check_tags, describe, key_of, text_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,69 +20,32 @@ if TYPE_CHECKING:
 
 
 class Submission:
-    """One tensor on its way. ``state`` belongs to the engine that moves it."""
+    """One tensor on its way. What is declared below belongs to the engine that moves it; ``result`` is where the result
+    will be, once delivered.
+    """
 
-    __slots__ = (
-        *("differentiable", "digest", "dtype", "exchange", "final", "met", "name", "own_slice", "owned", "state"),
-        *("tag", "version", "x"),
-    )
+    __slots__ = ("in_place", "met", "result", "source", "state", "step", "stream", "target", "version", "x")
 
-    def __init__(
-        self,
-        tag: str,
-        x: torch.Tensor,
-        exchange: Exchange,
-        owned: bool,
-        final: bool,
-        name: str = "",
-        own_slice: bool = True,
-    ) -> None:
-        self.tag = tag
-        self.name = name
-        self.final = final
+    result: torch.Tensor  # from the engine's submit on
+    source: torch.Tensor  # the input, or a copy of it that copies can read
+    stream: int  # that the input came on
+    target: Any
+    state: Any
+
+    def __init__(self, step: Step, x: torch.Tensor) -> None:
+        self.step = step
         self.x = x
-        self.dtype = x.dtype
-        self.exchange = exchange
-        self.differentiable = x.requires_grad and torch.is_grad_enabled()
-        self.owned = owned or self.differentiable
-        self.own_slice = own_slice
         # A view counts the writes to all of its base: those to Q while V travels are none of V's.
-        self.version = None if x.is_inference() or x._is_view() else x._version
-        # Whether the result is lent, and has the own slice, is this rank's own affair.
-        self.digest = digest_of((tag, name, exchange.digest, x.dtype, self.differentiable, final))
-        self.state: Any = None
+        self.version = None if x._is_view() or x.is_inference() else x._version
         self.met = False  # the ranks have begun to meet on its behalf: of an error from then on they must hear
-
-    def release(self) -> None:
-        """Let go of the tensors: the group may outlive its results."""
-        del self.x
-        self.state = None
+        self.in_place = False  # the result is where the peers write it
 
     def check_unchanged(self) -> None:
         if self.version is not None and self.x._version != self.version:
             raise RuntimeError(
-                f"the tensor submitted as {self.tag!r} was modified in place before wait(): its "
+                f"the tensor submitted as {self.step.tag!r} was modified in place before wait(): its "
                 "copies may still be reading it"
             )
-
-
-def text_of(fields: Mapping[str, str]) -> str:
-    """What :meth:`ExchangeGroup.compared` tells, as one line, without what is not so."""
-    return ", ".join(f"{name} {text}" for name, text in fields.items() if text not in ("False", "''", "()"))
-
-
-_digests: dict[Any, int] = {}
-
-
-def digest_of(value: Any) -> int:
-    """64 bits of a value that has the same repr on every rank. Never zero, in neither half: the signals rely on it."""
-    digest = _digests.get(value)
-    if digest is None:
-        if len(_digests) >= 4096:
-            _digests.clear()
-        number = int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little")
-        digest = _digests[value] = number | (1 << 32) | 1
-    return digest
 
 
 def call_op(
@@ -96,7 +61,7 @@ def call_op(
     flat: list[int] = []
     if isinstance(heads, HeadPlan):
         raise TypeError("heads is a HeadPlan: pass its .q for queries and the output, its .kv for keys and values")
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         heads, seq_lens = whole_numbers("heads", heads, 2), whole_numbers("seq_lens", seq_lens, 1)
     else:  # numbers may be symbols
         for name, value in (("heads", heads), ("seq_lens", seq_lens)):
@@ -120,6 +85,10 @@ def call_op(
     return torch.ops.ulysses_op.gather_heads.default(x, communicator, world_size, rank, flat, lengths, False)
 
 
+_NOTHING: dict[Any, Step] = {}
+"""What follows in a group to which nothing more can be submitted."""
+
+
 class ExchangeGroup:
     """Submissions under one handshake; made by :meth:`Communicator.group`, used as a context manager.
 
@@ -127,24 +96,30 @@ class ExchangeGroup:
     names, or the one with ``final=True``, or, with neither, the last before :meth:`wait`.
     """
 
-    def __init__(self, communicator: Communicator, tags: Sequence[str]) -> None:
-        for tag in tags:
-            if not isinstance(tag, str):
-                raise TypeError(f"a tag is {tag!r}: group() takes names, each as an argument of its own")
-        if len(set(tags)) != len(tags):
-            raise ValueError(f"the tags of a group must differ, got {tuple(tags)}")
+    step: Step | None = None  # the last one
+    final = False
+    waiting = False  # now, beneath a signal handler perhaps, or in another thread
+    waited = False
+    # For the flight record: nanoseconds since the epoch, 0 until then.
+    begun_ns = complete_ns = delivered_ns = 0
+    # These belong to the engine that moves the group.
+    number = 0
+    capture_id = 0  # of the CUDA graph that it is captured into, whose targets are its own
+    stream = 0  # that the first input came on
+    elsewhere = False  # others came on others
+    state: Any = None
+    _traced: dict[str, torch.Tensor] | None = None  # under torch.compile: an op for each tag
+
+    def __init__(self, communicator: Communicator, tags: tuple[str, ...]) -> None:
+        """Raises TypeError or ValueError for tags that a group cannot have."""
         self._communicator = communicator
-        self.tags = tuple(tags)
-        self.submissions: list[Submission] = []
-        self._taken: set[str] = set()
-        self._traced: dict[str, torch.Tensor] = {}  # under torch.compile: an op for each tag
-        self.final = False
-        self.waiting = False  # now, beneath a signal handler perhaps, or in another thread
-        self.waited = False
-        self.captured = False  # into a CUDA graph, whose targets are its own
-        # For the flight record: nanoseconds since the epoch, 0 until then.
-        self.begun_ns = self.complete_ns = self.delivered_ns = 0
-        self.state: Any = None  # belongs to the engine that moves the group
+        self.tags = tags
+        if is_compiling():
+            check_tags(tags, communicator._max_targets)
+            self.following: dict[Any, Step] = {}
+        else:
+            self.following = communicator._steps.first(tags)
+        self.submissions: list[Submission] = []  # under way
 
     def submit(
         self,
@@ -165,11 +140,30 @@ class ExchangeGroup:
         Raises ValueError or TypeError, before anything moves, for arguments that do not fit, and RuntimeError for a
         tag that was submitted already, or when the group is final or closed.
         """
-        if torch.compiler.is_compiling():
-            communicator = self._communicator
-            self._traced[self._tag(tag)] = call_op(direction, x, communicator._where, heads, seq_lens)
+        if is_compiling():
+            if self._traced is None:
+                self._traced = {}
+            tag = self.free_tag(tag, self._traced)
+            self._traced[tag] = call_op(direction, x, self._communicator._where, heads, seq_lens)
             return
-        self._communicator._submit(self, x, self._tag(tag), direction, heads, seq_lens, final)
+        if type(x) is AsyncCollectiveTensor:
+            x = x.wait()
+        self.submit_as(x, tag, (direction, heads, seq_lens, False), final)
+
+    def submit_as(
+        self, x: torch.Tensor, tag: str | None, asked: Asked | Exchange, final: bool = False, terms: Terms = LENT
+    ) -> Submission:
+        """:meth:`submit` for those who ask in other words."""
+        step: Step | None
+        try:
+            step = self.following[key_of(x, tag, asked, final, terms)]
+            if not (x.data_ptr() or step.empty):
+                step = None
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # a list among them, or a tensor that is refused
+            step = None
+        if step is None:
+            step = self._communicator._next_step(self, x, tag, asked, final, terms)
+        return self._communicator._submit(self, x, step)
 
     def wait(self, *tags: str) -> tuple[torch.Tensor, ...]:
         """The results, a tuple also where it is one: of ``tags`` in this order, else in the order in which the group
@@ -182,12 +176,15 @@ class ExchangeGroup:
         Raises PeerTimeoutError, PeerAbortError, MismatchError, and RuntimeError when called twice or with nothing
         submitted.
         """
-        if torch.compiler.is_compiling():
-            return tuple(self._traced[tag] for tag in tags or self.tags or self._traced)
+        if is_compiling():
+            traced = self._traced or {}
+            return tuple(traced[tag] for tag in tags or self.tags or traced)
         return self._communicator._wait(self, tags)
 
-    def _tag(self, tag: str | None) -> str:
-        taken = self._traced or self._taken
+    def free_tag(self, tag: str | None, taken: Collection[str]) -> str:
+        """The tag of a submission behind those of the tags that are taken. Raises ValueError or RuntimeError where it
+        may not have the one that it is to have.
+        """
         if tag is None:
             left = [name for name in self.tags if name not in taken]
             tag = left[0] if left else str(len(taken))
@@ -197,55 +194,46 @@ class ExchangeGroup:
             raise RuntimeError(f"tag {tag!r} was submitted to this group already: each tag is submitted once a group")
         return tag
 
+    @property
+    def captured(self) -> bool:
+        return self.capture_id != 0
+
+    @property
+    def path(self) -> tuple[Step, ...]:
+        """What was submitted, also once it is delivered."""
+        return self.step.path if self.step is not None else ()
+
+    @property
+    def submitted(self) -> tuple[str, ...]:
+        """The tags of it."""
+        return self.step.submitted if self.step is not None else ()
+
     def add(self, submission: Submission) -> None:
         self.submissions.append(submission)
-        self._taken.add(submission.tag)
+        self.step = step = submission.step
+        self.following = step.following
+
+    def close(self) -> None:
+        """Nothing more is submitted to the group."""
+        self.final = True
+        self.following = _NOTHING
+
+    def release(self) -> None:
+        """Nobody waits for the group any more. It lets go of the tensors: it may outlive its results."""
+        self.waited = True
+        self.following = _NOTHING
+        self.submissions = []
 
     def has(self, tag: str) -> bool:
         """Whether ``tag`` was submitted."""
-        return tag in self._taken
+        return tag in self.submitted
 
-    def is_next_final(self, final: bool) -> bool:
-        """Whether the next submission is the last one."""
-        return final or len(self.submissions) + 1 == len(self.tags)
-
-    def compared(self, submission: Submission) -> dict[str, str]:
-        """What the ranks have to submit alike as ``submission``, by name, for people to read."""
-        exchange = submission.exchange
-        return {
-            "tag": repr(submission.tag),
-            "the group's names": str(self.tags),
-            "direction": exchange.direction,
-            "B": str(exchange.batch),
-            "H": str(exchange.num_heads),
-            "D": str(exchange.head_dim),
-            "heads": str(exchange.heads),
-            "seq_lens": str(exchange.seq_lens),
-            "dtype": str(submission.dtype),
-            "requires_grad": str(submission.differentiable),
-            "final": str(submission.final),
-            "in a CUDA graph": str(self.captured),
-            "name in the program": repr(submission.name),
-        }
-
-    def submitted(self) -> str:
-        """All of it for people to read."""
-        return "; ".join(text_of(self.compared(submission)) for submission in self.submissions)
-
-    def ready_digest(self, first: Submission) -> int:
-        """What READY stands for: with the names, since READY opens the targets of all of them, and whether they are
-        those of a CUDA graph."""
-        return digest_of(("READY", self.tags, first.digest, self.captured))
-
-    def done_digest(self) -> int:
-        """What DONE stands for: everything that was submitted, in order."""
-        return digest_of(("DONE", self.tags, *(submission.digest for submission in self.submissions)))
-
-    def submitted_tags(self) -> tuple[str, ...]:
-        return tuple(submission.tag for submission in self.submissions)
+    def told(self) -> str:
+        """All that was submitted, for people to read."""
+        return "; ".join(text_of(step.compared(self.captured)) for step in self.path)
 
     def describe(self) -> str:
-        return ", ".join(repr(submission.tag) for submission in self.submissions) or "no tag yet"
+        return describe(self.submitted)
 
     def __enter__(self) -> ExchangeGroup:
         return self
@@ -253,5 +241,5 @@ class ExchangeGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not torch.compiler.is_compiling():
+        if not self.waited and not is_compiling():
             self._communicator._leave(self, error)

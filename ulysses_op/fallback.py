@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from .errors import MismatchError, PeerTimeoutError
-from .exchange_group import ExchangeGroup, Submission, digest_of
+from .exchange_group import ExchangeGroup, Submission
 from .layout import Exchange, Region
 from .rendezvous import Channel
+from .steps import digest_of
 
 
 class C10dEngine:
@@ -44,9 +45,12 @@ class C10dEngine:
         """Nothing can fail on one rank alone before the all-to-all."""
 
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
-        earlier = [other.digest for other in group.submissions]
-        self._compare(digest_of(("c10d", group.tags, *earlier, submission.digest)), group.compared(submission))
-        exchange, x = submission.exchange, submission.x.detach()
+        step = submission.step
+        if step.first:
+            self.check(group)
+        digest = digest_of(("c10d", group.tags, *(each.digest for each in step.path)))
+        self._compare(digest, step.compared(group.captured))
+        exchange, x = step.exchange, submission.x.detach()
         parts = [_outgoing(exchange, self.rank, peer) for peer in range(self.world_size)]
         sizes = [0 if peer == self.rank else x[part].numel() for peer, part in enumerate(parts)]
         sent = torch.empty(sum(sizes), dtype=x.dtype, device=x.device)
@@ -65,31 +69,28 @@ class C10dEngine:
             group=self._group(),
             async_op=True,
         )
-        result = torch.empty(exchange.output_shape(self.rank), dtype=x.dtype, device=x.device)
-        submission.state = (work, received, counts, sent, result)
-
-    def result_of(self, submission: Submission) -> torch.Tensor:
-        result: torch.Tensor = submission.state[4]
-        return result
+        submission.result = torch.empty(exchange.output_shape(self.rank), dtype=x.dtype, device=x.device)
+        submission.state = (work, received, counts, sent)
 
     def finish(self, group: ExchangeGroup) -> None:
         """Each all-to-all completes by itself; what is left is to compare the whole of the group."""
+        step = group.submissions[-1].step
         if self._device.type == "cpu":
-            if not group.submissions[-1].final:  # a final one has told that no more follow
-                self._compare(group.done_digest(), {"tag": f"none (the group ends behind {group.describe()})"})
+            if not step.final:  # a final one has told that no more follow
+                self._compare(step.done, {"tag": f"none (the group ends behind {group.describe()})"})
             return
-        own = torch.full((1,), group.done_digest() - (1 << 63), dtype=torch.int64, device=self._device)
+        own = torch.full((1,), step.done - (1 << 63), dtype=torch.int64, device=self._device)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         group.state = (dist.all_gather(gathered, own, group=self._group(), async_op=True), own, gathered)
 
     def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
         results = []
         for submission in group.submissions:
-            exchange, x = submission.exchange, submission.x.detach()
-            work, received, counts, _, result = submission.state
-            if submission.own_slice:
+            exchange, x, result = submission.step.exchange, submission.x.detach(), submission.result
+            work, received, counts, _ = submission.state
+            if submission.step.own_slice:
                 result[exchange.own_dest(self.rank)].copy_(x[exchange.own_source(self.rank)])
-            self._await(work, repr(submission.tag))
+            self._await(work, repr(submission.step.tag))
             for peer, piece in enumerate(received.split(counts)):
                 if counts[peer]:
                     region, shape = _incoming(exchange, self.rank, peer)
@@ -97,11 +98,12 @@ class C10dEngine:
             results.append(result)
         if self._device.type == "cuda":
             self._verify(group)
+        self.check(group)
         return results
 
     def abandon(self, group: ExchangeGroup) -> None:
         for submission in group.submissions:
-            self._await(submission.state[0], repr(submission.tag))
+            self._await(submission.state[0], repr(submission.step.tag))
 
     def check(self, group: ExchangeGroup | None) -> None:
         """Failures of the process group are raised by its own calls."""

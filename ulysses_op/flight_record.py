@@ -14,7 +14,8 @@ from . import registry
 
 if TYPE_CHECKING:
     from .communicator import Communicator
-    from .exchange_group import ExchangeGroup, Submission
+    from .exchange_group import ExchangeGroup
+    from .steps import Step
 
 DIRECTORY_VARIABLE = "ULYSSES_OP_FLIGHT_RECORD"
 LENGTH = 64
@@ -106,23 +107,23 @@ def _described(number: int, group: ExchangeGroup) -> dict[str, Any]:
         "begun": _seconds(group.begun_ns),
         "complete": _seconds(group.complete_ns),
         "delivered": _seconds(group.delivered_ns),
-        "submissions": [_submitted(submission) for submission in list(group.submissions)],
+        "submissions": [_submitted(step) for step in group.path],
     }
 
 
-def _submitted(submission: Submission) -> dict[str, Any]:
-    exchange = submission.exchange
+def _submitted(step: Step) -> dict[str, Any]:
+    exchange = step.exchange
     return {
-        "tag": submission.tag,
+        "tag": step.tag,
         "direction": exchange.direction,
-        "dtype": str(submission.dtype).removeprefix("torch."),
+        "dtype": str(step.dtype).removeprefix("torch."),
         "batch": exchange.batch,
         "num_heads": exchange.num_heads,
         "head_dim": exchange.head_dim,
         "heads": [list(pair) for pair in exchange.heads],
         "seq_lens": list(exchange.seq_lens),
-        "differentiable": submission.differentiable,
-        "final": submission.final,
+        "differentiable": step.differentiable,
+        "final": step.final,
     }
 
 

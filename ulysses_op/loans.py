@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from sys import getrefcount
 
 import torch
 
-from .torch_compat import can_invalidate_storage, invalidate_storage
+from .torch_compat import Shaped, can_invalidate_storage, invalidate_storage, storage_uses
 
 LoanKey = tuple[int, str]  # (capture id or 0, tag)
+
+
+class Lent:
+    """A tensor on a target. Its ``data`` are lent, again and again, until somebody still has them when a loan ends."""
+
+    __slots__ = ("_counts", "_storage", "_uses", "ended", "tensor")
+
+    def __init__(self, shaped: Shaped, address: int) -> None:
+        self.ended = False
+        with torch.inference_mode(False):  # it outlives it
+            self.tensor, self._storage = shaped.at(address)
+        self._uses = storage_uses(self._storage)
+        self._counts = getrefcount(self._storage), self._uses()
+
+    def unused(self) -> bool:
+        """Whether nobody has the memory through a tensor, a view of one, or a storage."""
+        return (getrefcount(self._storage), self._uses()) == self._counts
+
+    def invalidate(self, message: str) -> None:
+        self.ended = True
+        invalidate_storage(self._storage, message)
+
+
+class Loan:
+    """What is lent of a tag's targets, and the streams on which its results may be read: targets are not written again
+    before these get there.
+    """
+
+    __slots__ = ("lent", "readers", "tag")
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.lent: Lent | None = None
+        self.readers: set[int] = set()
 
 
 class Loans:
@@ -19,20 +54,33 @@ class Loans:
 
     def __init__(self, device: torch.device) -> None:
         self.possible = device.type == "cuda" and can_invalidate_storage()
-        self._open: dict[LoanKey, list[torch.UntypedStorage]] = {}
+        self._loans: dict[LoanKey, Loan] = {}
 
-    def open(self, key: LoanKey, storage: torch.UntypedStorage) -> None:
-        """Lend a tensor on ``storage``, which lies on a target."""
-        self._open.setdefault(key, []).append(storage)
+    def of(self, key: LoanKey) -> Loan:
+        loan = self._loans.get(key)
+        if loan is None:
+            loan = self._loans[key] = Loan(key[1])
+        return loan
 
-    def keys(self) -> list[LoanKey]:
-        return list(self._open)
+    def within(self, capture_id: int) -> list[Loan]:
+        return [loan for (scope, _), loan in self._loans.items() if scope == capture_id]
 
-    def end(self, keys: Iterable[LoanKey], why: str) -> None:
-        for key in keys:
-            for storage in self._open.pop(key, ()):
-                invalidate_storage(
-                    storage,
-                    f"this tensor was lent by a ulysses_op group as tag {key[1]!r}, and its loan has ended: {why}. "
-                    "Use it before that, or clone it",
-                )
+    def end(self, loans: Iterable[Loan], why: str) -> set[int]:
+        """End loans; the streams on which their targets may still be read."""
+        readers: set[int] = set()
+        for loan in loans:
+            lent = loan.lent
+            if lent is not None:
+                loan.lent = None
+                if not lent.unused():
+                    lent.invalidate(
+                        f"this tensor was lent by a ulysses_op group as tag {loan.tag!r}, and its loan has ended: "
+                        f"{why}. Use it before that, or clone it"
+                    )
+            if loan.readers:
+                readers |= loan.readers
+                loan.readers.clear()
+        return readers
+
+    def end_all(self, why: str) -> None:
+        self.end(self._loans.values(), why)

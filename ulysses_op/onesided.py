@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ import torch
 from . import _C
 from .errors import BrokenCommunicatorError, error_of_kind
 from .exchange_group import ExchangeGroup, Submission
-from .loans import LoanKey, Loans
+from .loans import Loan, Loans
 from .mapping import Mapping, PeerBuffer, cuda_context
 from .memory_pools import outside_memory_pools
 from .places import Places
 from .rendezvous import Channel
 from .routes import Route, Routes
+from .steps import Step
 from .targets import TargetCache, TargetKey
-from .torch_compat import current_stream_handle
+from .torch_compat import current_stream_reader
 
 _test_skip: frozenset[str] = frozenset()
 """Handshakes ("ready", "done") that communicators built from now on leave out: for tests of what they protect."""
@@ -66,14 +67,13 @@ class OneSidedEngine:
         self._transport: Any = None
         self._targets = TargetCache(mapping, max_targets)
         self._loans = Loans(device)
-        self._routes = Routes(channel.rank)
+        self._lends = pipelined or self._loans.possible
+        self._routes = Routes(channel.rank, self._loans)
         self._capture_id = 0
-        # Streams on which results of a tag may be read: its target is not written again before they get there.
-        self._readers: dict[LoanKey, set[int]] = {}
         self._pipelined = pipelined
-        # The targets of groups that are finished, and neither delivered nor abandoned, by the group's number. Not the
-        # groups: they hold the communicator, which is released once nobody else does.
-        self._unwaited: dict[int, list[TargetKey]] = {}
+        # The last steps of groups that are finished, and neither delivered nor abandoned, by the group's number. Not
+        # the groups: they hold the communicator, which is released once nobody else does.
+        self._unwaited: dict[int, Step] = {}
         self._last_number = 0
         self._unfinished = False
         self._poison = bool(os.environ.get(POISON_VARIABLE))
@@ -89,106 +89,122 @@ class OneSidedEngine:
         context = cuda_context(self._device)
         settings = (timeout_s, skip_ready, skip_done, *_tuning)
         self._transport = _C.CudaTransport(context, board, self._pads.addresses, *settings)
+        self._current_stream = current_stream_reader(self._device)
         self._copy_stream = torch.cuda.ExternalStream(self._transport.copy_stream, self._device)
         self._own_stream = torch.cuda.ExternalStream(self._transport.own_stream, self._device)
 
     def prepare(self, group: ExchangeGroup, submission: Submission) -> None:
         """What may still fail, or involve the host of every rank, before anything of this submission moves."""
-        if not group.submissions:
-            if self._cuda:
-                self._capture_id = self._transport.capture_id(current_stream_handle(self._device))
-            group.captured = self._capture_id != 0
-            group.state = _GroupInTransit()
-        route = self._routes.find(submission.tag, submission.exchange, submission.x)
-        target = self._target_of(group, submission, route)
-        submission.state = _InTransit(route, route.source(submission.x), target)
+        step = submission.step
+        if self._cuda:
+            submission.stream = stream = self._current_stream()
+            if step.first:
+                group.stream = stream
+                self._capture_id = group.capture_id = self._transport.capture_id(stream)
+            elif stream != group.stream:
+                group.elsewhere = True
+        route: Route | None = step.route
+        if route is None:
+            route = step.route = self._routes.find(step.tag, step.exchange, submission.x)
+        entry = route.entry
+        target = entry.target
+        if target is None or target.nbytes < route.nbytes or self._capture_id:
+            target = self._target_of(group, submission, route)
+        else:
+            entry.used = self._targets.tick()
+        submission.target = target
+        submission.source = submission.x if route.in_place else route.source(submission.x)
 
     def _target_of(self, group: ExchangeGroup, submission: Submission, route: Route) -> PeerBuffer:
         key, nbytes = route.key, route.nbytes
         if self._capture_id:
             scope = _ALL_CAPTURES if self._pipelined else self._capture_id
-            target, taken = self._targets.pinned(scope, key, nbytes)
+            pinned, taken = self._targets.pinned(scope, key, nbytes)
             if taken:
-                self._end([(0, key.tag)], "its target now belongs to a CUDA graph")
-            return target
-        found = self._targets.find(key, nbytes)
-        if found is not None:
-            return found
-        submission.met = True
-        self._compare(group, submission)
-        in_use = [key for keys in (_targets_of(group), *self._unwaited.values()) for key in keys]
-        with torch.inference_mode(False):  # targets outlive it
-            return outside_memory_pools(self._device, lambda: self._targets.get(key, nbytes, in_use, self._quiesce))
+                self._end_outside(key, why="its target now belongs to a CUDA graph")
+            return pinned
+        target = self._targets.find(key, nbytes)
+        if target is None:
+            submission.met = True
+            self._compare(submission)
+            paths = (group.path, *(step.path for step in self._unwaited.values()))
+            in_use = [step.route.key for path in paths for step in path]
+            with torch.inference_mode(False):  # targets outlive it
+                target = outside_memory_pools(
+                    self._device, lambda: self._targets.get(key, nbytes, in_use, self._quiesce)
+                )
+        route.entry = self._targets.entry_of(key)
+        return target
 
     def submit(self, group: ExchangeGroup, submission: Submission) -> None:
-        state: _InTransit = submission.state
-        first = not group.submissions
-        if first:
+        step, target = submission.step, submission.target
+        route: Route = step.route
+        if route.addresses is not target.addresses:
+            route.bind(target)
+        if step.first:
             self._unfinished = True
             if self._poison or not self._cuda:
-                self._open_targets(group, state.route.key)
-        route, source = state.route.into(state.target), state.source.data_ptr()
+                self._open_targets(group, route.key)
         if not self._cuda:
-            state.result = self._result(submission)
-            if first:
-                self._transport.begin(group.ready_digest(submission))
-            self._transport.put(route, source)
+            submission.result = self._result_on_cpu(submission)
+            if step.first:
+                self.check(group)
+                self._transport.begin(step.ready(False))
+            self._transport.put(route.copies, submission.source.data_ptr())
             return
-        stream = current_stream_handle(self._device)
-        readers = self._end_loans(group, stream) if first else ()
-        state.result = self._result(submission)
-        if first:
-            self._transport.begin(group.ready_digest(submission), stream, readers, group.captured, not group.tags)
-        group.state.streams.add(stream)
-        own_target = state.result.data_ptr() if submission.own_slice else 0
-        self._transport.put(route, source, own_target, stream, group.captured)
-
-    def _result(self, submission: Submission) -> torch.Tensor:
-        """Where the result will be: in memory of its own, or in the target, which is lent or has a place for it."""
-        state: _InTransit = submission.state
-        shape, dtype, places = state.route.shape, state.route.key.dtype, state.target.base
-        lent = not submission.owned and (self._pipelined or self._loans.possible)
-        kept = places.hand_out(shape, dtype) if isinstance(places, Places) and not lent else None
-        state.in_place = lent or kept is not None
-        if kept is not None:
-            return kept
-        if not lent:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-        if self._cuda:
-            result, storage = state.route.view_of(state.target)
+        stream = submission.stream
+        if step.first:
+            ready, loans = step.opened or self._opened_by(group, step)
+            readers = self._loans.end(loans, "a later group of the same communicator has begun")
+            readers.discard(stream)
+        if self._lends and not step.owned:
+            lent = route.lent
+            if lent is None or lent.ended:
+                lent = route.lend()
             if not self._pipelined:
-                self._loans.open((self._capture_id, submission.tag), storage)
-            return result
-        nbytes = math.prod(shape) * dtype.itemsize
-        return state.target.written()[:nbytes].view(dtype).view(shape)
+                loan = self._loans.of((self._capture_id, step.tag)) if self._capture_id else route.loan
+                loan.lent = lent
+            submission.in_place = True
+            submission.result = result = lent.tensor.data
+        else:
+            submission.result = result = torch.empty(route.shape, dtype=step.dtype, device=self._device)
+        put = (route.copies, submission.source.data_ptr(), result.data_ptr() if step.own_slice else 0, stream)
+        if not step.first:
+            self._transport.put(*put)
+        elif not self._transport.begin(ready, readers, self._capture_id != 0, not step.tags, *put):
+            self.check(group)
 
-    def result_of(self, submission: Submission) -> torch.Tensor:
-        result: torch.Tensor = submission.state.result
-        return result
+    def _result_on_cpu(self, submission: Submission) -> torch.Tensor:
+        """Where the result will be: in memory of its own, or in the target, which is lent or has a place for it."""
+        step, target = submission.step, submission.target
+        shape, dtype = step.route.shape, step.dtype
+        if self._lends and not step.owned:
+            submission.in_place = True
+            nbytes = math.prod(shape) * dtype.itemsize
+            lent: torch.Tensor = target.written()[:nbytes].view(dtype).view(shape)
+            return lent
+        kept: torch.Tensor | None = target.base.hand_out(shape, dtype)
+        submission.in_place = kept is not None
+        return kept if kept is not None else torch.empty(shape, dtype=dtype, device=self._device)
 
     def finish(self, group: ExchangeGroup) -> None:
         self._unfinished = False
-        digest = group.done_digest()
-        number = self._transport.end(digest, group.captured) if self._cuda else self._transport.end(digest)
-        group.state.number = self._last_number = number
-        self._unwaited[number] = _targets_of(group)
+        step = group.submissions[-1].step
+        group.number = self._last_number = number = self._transport.end(step.done)
+        self._unwaited[number] = step
 
     def deliver(self, group: ExchangeGroup) -> list[torch.Tensor]:
         results = self._deliver_cuda(group) if self._cuda else self._deliver_cpu(group)
-        del self._unwaited[group.state.number]
+        del self._unwaited[group.number]
         return results
 
     def abandon(self, group: ExchangeGroup) -> None:
         """Results of a finished group that nobody waits for: its inputs may be freed when this returns."""
-        self._await(group)
-        del self._unwaited[group.state.number]
-
-    def _await(self, group: ExchangeGroup) -> None:
-        """On CUDA the current stream waits, else the host."""
         if self._cuda:
-            self._transport.wait(current_stream_handle(self._device), group.state.number, group.captured)
+            self._transport.wait(self._current_stream(), group.number, group.captured)
         else:
-            self._transport.wait(group.state.number)
+            self._transport.wait(group.number)
+        del self._unwaited[group.number]
 
     def check(self, group: ExchangeGroup | None) -> None:
         """Raise if the exchange has failed, here or on a peer that told this rank."""
@@ -201,7 +217,7 @@ class OneSidedEngine:
             self._transport.abort(kind, f"rank {self.rank}: {message}")
 
     def close(self, grace_s: float) -> None:
-        self._loans.end(self._loans.keys(), "its communicator was closed")
+        self._loans.end_all("its communicator was closed")
         if self._transport is not None:
             if self._unfinished:
                 self.abort("abort", "released its communicator in the middle of a group")
@@ -222,45 +238,45 @@ class OneSidedEngine:
         while not self._transport.idle() and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def _compare(self, group: ExchangeGroup, submission: Submission) -> None:
+    def _compare(self, submission: Submission) -> None:
         """Ranks that bring up targets for different things must not find each other's."""
-        self._channel.compare(group.ready_digest(submission), group.compared(submission), self.backend)
+        step = submission.step
+        self._channel.compare(step.ready(False), step.compared(False), self.backend)
 
-    def _end_loans(self, group: ExchangeGroup, stream: int) -> list[int]:
-        """End the loans that the group's targets are under; the streams that READY has to stand behind."""
-        here = self._capture_id
-        if group.tags:
-            keys = [(here, tag) for tag in group.tags]
-        else:
-            keys = list({key for key in (*self._loans.keys(), *self._readers) if key[0] == here})
-        readers = self._end(keys, "a later group of the same communicator has begun")
-        readers.discard(stream)
-        return list(readers)
+    def _opened_by(self, group: ExchangeGroup, step: Step) -> tuple[int, Sequence[Loan]]:
+        """What READY in front of a group's first step stands for, and the loans that it ends."""
+        here, ready = self._capture_id, step.ready(group.captured)
+        if not step.tags:
+            return ready, self._loans.within(here)
+        loans = [self._loans.of((here, tag)) for tag in step.tags]
+        if not here:
+            step.opened = ready, loans
+        return ready, loans
 
-    def _end(self, keys: Collection[LoanKey], why: str) -> set[int]:
-        """End loans; the streams on which their targets may still be read."""
-        self._loans.end(keys, why)
-        return {stream for key in keys for stream in self._readers.pop(key, ())}
+    def _end_outside(self, *keys: TargetKey, why: str) -> None:
+        """End the loans of targets that no CUDA graph has."""
+        self._loans.end([self._loans.of((0, key.tag)) for key in keys], why)
 
     def _deliver_cuda(self, group: ExchangeGroup) -> list[torch.Tensor]:
-        self._await(group)
-        stream = current_stream_handle(self._device)
-        elsewhere = group.state.streams != {stream}
-        differentiable = any(submission.differentiable for submission in group.submissions)
+        stream = self._current_stream()
+        if self._transport.wait(stream, group.number, group.captured):
+            self.check(group)
+        elsewhere = group.elsewhere or stream != group.stream
+        gradients = group.submissions[-1].step.gradients
         results = []
         for submission in group.submissions:
-            state: _InTransit = submission.state
-            self._readers.setdefault((self._capture_id, submission.tag), set()).add(stream)
+            step, result = submission.step, submission.result
+            loan = self._loans.of((group.capture_id, step.tag)) if group.capture_id else step.route.loan
+            loan.readers.add(stream)
             if elsewhere:
                 # The caller's stream orders the reuse of the inputs' memory only where it is the one that waits.
-                state.source.record_stream(self._copy_stream)
-                state.source.record_stream(self._own_stream)
-                if not state.in_place:
-                    state.result.record_stream(torch.cuda.current_stream(self._device))
-            result = state.result
-            if not state.in_place:
+                submission.source.record_stream(self._copy_stream)
+                submission.source.record_stream(self._own_stream)
+                if not submission.in_place:
+                    result.record_stream(torch.cuda.current_stream(self._device))
+            if not submission.in_place:
                 self._copy_out(submission, result)
-            elif differentiable:
+            elif gradients:
                 result = result.clone()
             results.append(result)
         return results
@@ -269,20 +285,20 @@ class OneSidedEngine:
         results = []
         # The own slices are copied while the copy thread and the peers are at work.
         for submission in group.submissions:
-            exchange, source, result = submission.exchange, submission.state.source, submission.state.result
-            if submission.own_slice:
+            exchange, source, result = submission.step.exchange, submission.source, submission.result
+            if submission.step.own_slice:
                 result[exchange.own_dest(self.rank)].copy_(source[exchange.own_source(self.rank)])
             results.append(result)
-        self._await(group)
+        self._transport.wait(group.number)
         self.check(group)
         for submission, result in zip(group.submissions, results, strict=True):
-            if not submission.state.in_place:
+            if not submission.in_place:
                 self._copy_out(submission, result)
         self.check(group)  # a peer that gave up meanwhile may have gone on writing
         return results
 
     def _copy_out(self, submission: Submission, result: torch.Tensor) -> None:
-        exchange, target = submission.exchange, submission.state.target
+        exchange, target = submission.step.exchange, submission.target
         nbytes = result.numel() * result.element_size()
         view = target.written()[:nbytes].view(result.dtype).view(result.shape)
         for region in exchange.peer_dests(self.rank):
@@ -290,7 +306,7 @@ class OneSidedEngine:
 
     def _quiesce(self, keys: Sequence[TargetKey]) -> None:
         """Let nothing use the targets of ``keys`` any more."""
-        self._end([(0, key.tag) for key in keys], "its target was replaced by a larger one, or evicted")
+        self._end_outside(*keys, why="its target was replaced by a larger one, or evicted")
         if self._cuda:
             torch.cuda.synchronize(self._device)
         else:
@@ -308,35 +324,6 @@ class OneSidedEngine:
                 target.written().fill_(0xFF)
 
 
-def _targets_of(group: ExchangeGroup) -> list[TargetKey]:
-    return [submission.state.route.key for submission in group.submissions]
-
-
-class _GroupInTransit:
-    """A group from its first submission on: the streams that its inputs came on, and its number once finished."""
-
-    __slots__ = ("number", "streams")
-
-    number: int
-
-    def __init__(self) -> None:
-        self.streams: set[int] = set()
-
-
-class _InTransit:
-    """A submission between submit and wait. ``source`` is the input, or a copy of it that copies can read."""
-
-    __slots__ = ("in_place", "result", "route", "source", "target")
-
-    result: torch.Tensor  # from submit on
-
-    def __init__(self, route: Route, source: torch.Tensor, target: PeerBuffer) -> None:
-        self.route = route
-        self.source = source
-        self.target = target
-        self.in_place = False  # the result is where the peers write it
-
-
 def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup | None) -> BrokenCommunicatorError:
     """What a transport reports, as the error that the caller sees."""
     where = f"rank {rank} ({backend})"
@@ -349,7 +336,7 @@ def _error_of(failure: _C.Failure, rank: int, backend: str, group: ExchangeGroup
         text = f"{where}{signal}: a peer gave up, what it sent since is void: {failure.message}"
     else:
         peers = f"rank(s) {', '.join(map(str, failure.peers))}"
-        own = f"; this rank: {group.submitted()}" if group is not None and group.submissions else ""
+        own = f"; this rank: {group.told()}" if group is not None and group.submissions else ""
         what = {
             "mismatch": f"{peers} submitted another tag, shape, dtype, plan, need of a gradient, or order{own}",
             "peer_gone": f"the process of {peers} has ended, or closed the communicator",

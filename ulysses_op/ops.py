@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from . import registry
+from .arguments import Asked
 from .asynchronous import beside
 from .checked_calls import note
 from .communicator import Communicator
@@ -118,8 +119,11 @@ def _run(
     communicator = communicator_of(name, x.device)
     _check_world_size(communicator, name, world_size)
     note(communicator, x)
-    plan, lens = _pairs(heads) if heads else None, tuple(seq_lens) if seq_lens else None
-    return communicator._exchange_one(x, direction, plan, lens, replicas)
+    return communicator._exchange_one(x, _asked(direction, heads, seq_lens, replicas))
+
+
+def _asked(direction: Any, heads: Sequence[int], seq_lens: Sequence[int], replicas: bool) -> Asked:
+    return direction, _pairs(heads) if heads else None, tuple(seq_lens) if seq_lens else None, replicas
 
 
 def _check_world_size(communicator: Communicator, name: str, world_size: int) -> None:
@@ -176,8 +180,8 @@ def _submit_kernel(
     found = communicator_of(communicator, x.device)
     _check_world_size(found, communicator, world_size)
     note(found, x)
-    plan, lens = _pairs(heads) if heads else None, tuple(seq_lens) if seq_lens else None
-    return beside(found).submit(x, direction, plan, lens, replicas, tag, tags, name, own_slice, lend)
+    asked = _asked(direction, heads, seq_lens, replicas)
+    return beside(found).submit(x, asked, tag, tuple(tags), name, own_slice, lend)
 
 
 def _wait_kernel(
@@ -186,7 +190,7 @@ def _wait_kernel(
     _check_no_gradient("wait_", (*targets, *sources))
     if len(targets) != len(tags):
         raise RuntimeError(f"wait_ was given {len(targets)} targets for the {len(tags)} tags {', '.join(tags)}")
-    beside(communicator_of(communicator, targets[0].device)).wait(targets, tags)
+    beside(communicator_of(communicator, targets[0].device)).wait(targets, tuple(tags))
 
 
 # Fakes: shapes and strides from the arguments alone.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import _C
 from .bounded_calls import bounded
 from .errors import BrokenCommunicatorError, MismatchError, PeerTimeoutError, TargetError, error_of_kind
-from .exchange_group import text_of
+from .steps import text_of
 from .torch_compat import group_device_types, group_store
 
 _FIELD_CHARACTERS = 512  # what is told of each thing in which ranks may differ

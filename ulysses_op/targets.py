@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -23,6 +23,16 @@ class TargetKey(NamedTuple):
     dtype: torch.dtype
 
 
+class Entry:
+    """The target of one key, None while there is none, and when it was last used."""
+
+    __slots__ = ("target", "used")
+
+    def __init__(self) -> None:
+        self.target: PeerBuffer | None = None
+        self.used = 0
+
+
 class TargetCache:
     """At most ``max_targets`` targets, least recently used out first, and any number of pinned ones.
 
@@ -31,16 +41,22 @@ class TargetCache:
     def __init__(self, mapping: Mapping, max_targets: int) -> None:
         self._mapping = mapping
         self._max_targets = max_targets
-        self._targets: OrderedDict[TargetKey, PeerBuffer] = OrderedDict()
+        self._entries: dict[TargetKey, Entry] = {}
+        self.tick = itertools.count(1).__next__
+        """The time, for those who use an entry's target without :meth:`find`."""
         self._pinned: dict[tuple[int, TargetKey], list[PeerBuffer]] = {}
+
+    def entry_of(self, key: TargetKey) -> Entry:
+        """Where the target of ``key`` is, as long as it has one, whatever it grows to: for those who keep it."""
+        return self._entries.get(key) or Entry()
 
     def find(self, key: TargetKey, nbytes: int) -> PeerBuffer | None:
         """The target of ``key`` if it is there and has room for ``nbytes``. Involves no other rank."""
-        target = self._targets.get(key)
-        if target is None or target.nbytes < nbytes:
+        entry = self._entries.get(key)
+        if entry is None or entry.target is None or entry.target.nbytes < nbytes:
             return None
-        self._targets.move_to_end(key)
-        return target
+        entry.used = self.tick()
+        return entry.target
 
     def get(
         self,
@@ -59,13 +75,15 @@ class TargetCache:
         found = self.find(key, nbytes)
         if found is not None:
             return found
-        leaving = [key] if key in self._targets else self._to_evict(key, in_use)
+        leaving = [key] if key in self._entries else self._to_evict(key, in_use)
         if leaving:
             quiesce(leaving)
         # The new one is mapped on all ranks before the old ones go: a failure leaves everything in place.
         fresh = self._mapping.allocate(nbytes)
-        self._mapping.release([self._targets.pop(name) for name in leaving])
-        self._targets[key] = fresh
+        self._mapping.release([self._take(name) for name in leaving])
+        entry = self._entries[key] = Entry()
+        entry.target = fresh
+        entry.used = self.tick()
         return fresh
 
     def pinned(self, scope: int, key: TargetKey, nbytes: int) -> tuple[PeerBuffer, bool]:
@@ -83,25 +101,35 @@ class TargetCache:
                 f"no target of {nbytes} bytes for tag {key.tag!r} ({key.direction}, {key.dtype}) is there to be "
                 "captured: run the same group with these shapes once, outside of the capture and before each capture"
             )
-        pinned.append(self._targets.pop(key))
+        pinned.append(self._take(key))
         return pinned[-1], True
 
     def all(self) -> list[tuple[TargetKey, PeerBuffer]]:
         """Every target there is, pinned ones too."""
-        return [*self._targets.items(), *((key, target) for (_, key), many in self._pinned.items() for target in many)]
+        kept = [(key, entry.target) for key, entry in self._entries.items() if entry.target is not None]
+        return [*kept, *((key, target) for (_, key), many in self._pinned.items() for target in many)]
 
     def clear(self) -> None:
-        self._targets.clear()
+        for key in list(self._entries):
+            self._take(key)
         self._pinned.clear()
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._entries)
+
+    def _take(self, key: TargetKey) -> PeerBuffer:
+        """Take a target out. Those who keep its entry do not keep it."""
+        entry = self._entries.pop(key)
+        target, entry.target = entry.target, None
+        assert target is not None
+        return target
 
     def _to_evict(self, key: TargetKey, in_use: Collection[TargetKey]) -> list[TargetKey]:
-        excess = len(self._targets) + 1 - self._max_targets
+        excess = len(self._entries) + 1 - self._max_targets
         if excess <= 0:
             return []
-        candidates = [name for name in self._targets if name not in in_use and name != key]
+        last_used = sorted(self._entries, key=lambda name: self._entries[name].used)
+        candidates = [name for name in last_used if name not in in_use and name != key]
         if len(candidates) < excess:
             raise TargetError(
                 f"a group with {len(in_use) + 1} tags needs as many targets, but max_targets is {self._max_targets}: "

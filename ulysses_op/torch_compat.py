@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ def group_device_types(group: dist.ProcessGroup) -> set[str]:
     return {device.type for device in group._device_types}
 
 
-def current_stream_handle(device: torch.device) -> int:
-    """The current CUDA stream of ``device`` as an integer, without making a Stream object of it."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+def current_stream_reader(device: torch.device) -> Callable[[], int]:
+    """Tells the current CUDA stream of ``device`` as an integer, without making a Stream object of it."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def can_invalidate_storage() -> bool:
@@ -48,6 +49,11 @@ def can_invalidate_storage() -> bool:
 def invalidate_storage(storage: torch.UntypedStorage, message: str) -> None:
     """Make every access to the storage's data raise RuntimeError(message), through any tensor that views it."""
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
+def storage_uses(storage: torch.UntypedStorage) -> Callable[[], int]:
+    """Tells how many tensors share the storage, and itself. Not to be called once it is gone."""
+    return functools.partial(torch._C._storage_Use_Count, storage._cdata)
 
 
 class Shaped:

@@ -177,9 +177,8 @@ def _own_by_kernels(communicator: Communicator, fused: torch.Tensor, q: Thunk, k
     with communicator.group("q", "k", "v") as group:
         for tag, compute in (("v", lambda: fused[:, :, 2]), ("q", q), ("k", k)):
             x = compute()
-            exchange = communicator._exchanges.find(x, "scatter_heads", None, None)
-            communicator._submit_exchange(group, x, tag, exchange, False, False, own_slice=False)
-            result = communicator._built().result_of(group.submissions[-1])
+            submission = group.submit_as(x, tag, ("scatter_heads", None, None, False), terms=(False, False, ""))
+            exchange, result = submission.step.exchange, submission.result
             result[exchange.own_dest(rank)].copy_(x[exchange.own_source(rank)])
         return group.wait()
 

@@ -83,8 +83,7 @@ def exchange_one(
     """A group of one, waited for; without the own slice, nothing but the copies to peers and the handshakes."""
     tag = f"{direction} {tuple(x.shape)}"
     with communicator.group(tag) as group:
-        exchange = communicator._exchanges.find(x, direction, None, None)
-        communicator._submit_exchange(group, x, tag, exchange, False, False, own_slice=own_slice)
+        group.submit_as(x, tag, (direction, None, None, False), terms=(False, own_slice, ""))
         return group.wait()[0]
 
 

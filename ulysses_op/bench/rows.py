@@ -63,7 +63,7 @@ def _check(
 ) -> None:
     """What peers have sent; the own part is nobody's."""
     expected = scatter_by_pack(x) if direction == "scatter_heads" else gather_by_pack(x)
-    exchange = communicator._exchanges.find(x, direction, None, None)
+    exchange = communicator._exchanges.find(x, (direction, None, None, False))
     for region in exchange.peer_dests(communicator.rank):
         if not torch.equal(outputs[0][region], expected[region]):
             raise AssertionError(f"{name}: the result differs from that of the process group")

@@ -127,7 +127,7 @@ class _RecordingGroup(ExchangeGroup):
         self._keep = keep
 
     def wait(self, *tags: str) -> tuple[torch.Tensor, ...]:
-        sent = {submission.tag: submission.x for submission in self.submissions}
+        sent = {submission.step.tag: submission.x for submission in self.submissions}
         results = super().wait(*tags)
         for tag, received in zip(tags or self.tags or sent, results, strict=True):
             self._keep(Exchanged(tag, "scatter_heads", sent[tag], received))

@@ -1,0 +1,110 @@
+"""What a submission is, found by what it depends on: whatever differs leads to another step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ulysses_op.layout import scatter_exchange
+from ulysses_op.loans import Lent
+from ulysses_op.steps import LENT, OWNED, Step, Steps, key_of
+
+ASKED = ("scatter_heads", None, None, False)
+HEADS = ((0, 1), (1, 4))
+
+
+def of(x: torch.Tensor, tag: str | None = "q", asked: Any = ASKED, final: bool = False, terms: Any = LENT) -> Any:
+    return key_of(x, tag, asked, final, terms)
+
+
+def test_whatever_a_submission_depends_on_tells_it_apart() -> None:
+    x = torch.zeros(1, 6, 4, 8)
+    z = torch.zeros(1, 6, 4, 8, dtype=torch.complex64)
+    keys = [
+        of(x),
+        of(x, tag="k"),
+        of(x, tag=None),
+        of(x, asked=("gather_heads", None, None, False)),
+        of(x, asked=("scatter_heads", HEADS, None, False)),
+        of(x, asked=("scatter_heads", None, (6, 2), False)),
+        of(x, asked=("gather_heads", None, None, True)),
+        of(x, asked=scatter_exchange(x.shape, 2, 0)),
+        of(x, final=True),
+        of(x, terms=OWNED),
+        of(x, terms=(False, False, "")),
+        of(x, terms=(False, True, "name")),
+        of(torch.zeros(1, 5, 4, 8)),
+        of(torch.zeros(1, 6, 8, 8)[:, :, ::2]),
+        of(x.to(torch.bfloat16)),
+        of(x.to("meta")),
+        of(torch.nn.Parameter(x, requires_grad=False)),
+        of(x.clone().requires_grad_()),
+        of(z),
+        of(z.conj()),
+        of(z.conj().imag),
+        of(z.imag),
+    ]
+    for (i, one), (j, other) in itertools.combinations(enumerate(keys), 2):
+        assert one != other, (i, j)
+    with torch.no_grad():
+        assert of(x.clone().requires_grad_()) == of(x)
+    assert of(torch.ones(1, 6, 4, 8)) == of(x)
+
+
+def test_steps_know_those_before_them() -> None:
+    x = torch.zeros(1, 6, 4, 8)
+    exchange = scatter_exchange(x.shape, 2, 0)
+    v = Step(("q", "v"), (), "v", exchange, x.clone().requires_grad_(), False, LENT)
+    q = Step(("q", "v"), v.path, "q", exchange, x, False, LENT)
+    assert (v.first, v.final, v.owned, v.gradients) == (True, False, True, True)
+    assert (q.first, q.final, q.owned, q.differentiable, q.gradients) == (False, True, False, False, True)
+    assert q.submitted == ("v", "q")
+    assert q.order_of(()) == (1, 0) == q.order_of(())
+    assert q.order_of(("v",)) == (0,)
+    wrong: Any = (("q", "w"), ("w",), (["q", "v"],))
+    for tags in wrong:
+        with pytest.raises(RuntimeError, match="not submitted"):
+            q.order_of(tags)
+    assert len({v.digest, q.digest, v.done, q.done, v.ready(False), v.ready(True)}) == 6
+
+
+def test_steps_are_bounded_in_number() -> None:
+    steps = Steps(3)
+    assert steps.first(("a",)) is steps.first(("a",)) is not steps.first(("b",))
+    x = torch.zeros(1, 6, 4, 8)
+    step = Step((), (), "q", scatter_exchange(x.shape, 2, 0), x, False, LENT)
+    for number in range(5000):
+        steps.add(steps.first(()), number, step)
+    assert len(steps.first(())) <= 1024
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "the tensor": lambda lent: lent,
+    "a view": lambda lent: lent[1:],
+    "its data": lambda lent: lent.data,
+    "its storage": lambda lent: lent.untyped_storage(),
+    "what autograd saved": lambda lent: (torch.ones(4, 8, requires_grad=True) * lent).grad_fn,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_whoever_holds_what_was_lent_is_seen(holder: str) -> None:
+    memory = torch.zeros(4, 8)
+
+    class OnMemory:
+        def at(self, address: int) -> tuple[torch.Tensor, torch.UntypedStorage]:
+            storage: Any = torch._C._construct_storage_from_data_pointer(address, memory.device, memory.nbytes)
+            return torch.empty(0).set_(storage, 0, (4, 8), (8, 1)), storage
+
+    shaped: Any = OnMemory()
+    lent = Lent(shaped, memory.data_ptr())
+    for _ in range(3):
+        assert lent.unused()
+        held = HOLDERS[holder](lent.tensor.data)
+        assert not lent.unused()
+        del held
+    assert lent.unused()
