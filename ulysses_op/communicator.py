@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from . import registry
 from .arguments import Asked, Exchanges
 from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
@@ -25,6 +24,7 @@ from .gradients import DifferentiableExchange
 from .layout import Exchange
 from .memory_pools import outside_memory_pools
 from .process_groups import GroupLike, resolve_group
+from .registry import register
 from .steps import OWNED, Step, Steps, Terms, key_of
 from .torch_compat import group_device_types, stops_recomputation
 
@@ -75,7 +75,7 @@ class Communicator:
         self.world_size: int = resolved.size()
         if self.rank < 0:
             raise ValueError("this process is not a member of the process group")
-        self._where = (registry.register(self, resolved), self.world_size, self.rank)
+        self._where = (register(self, resolved), self.world_size, self.rank)
         self._requested = backend
         self._max_targets = max_targets
         self._timeout_s = timeout_s
@@ -452,10 +452,6 @@ class Communicator:
                 group.submit_as(x, tag, asked, terms=OWNED)
             return self._wait(group, ())
 
-    def _exchange_one(self, x: torch.Tensor, asked: Asked) -> torch.Tensor:
-        """A group of one, owned, without a gradient: what the ops run."""
-        return self._exchange([(f"{asked[0]}()", x.detach(), asked)])[0]
-
     # Building.
 
     def _built(self) -> Engine:
@@ -555,12 +551,3 @@ def _release(engine: Engine, pid: int, of: weakref.ref[Communicator]) -> None:
         communicator._ready = None
     if os.getpid() == pid:
         engine.close(_RELEASE_GRACE_S)
-
-
-def _leave_to_parent() -> None:
-    """In a forked child: the communicators there are belong to its parent."""
-    for _, communicator in registry.living():
-        communicator._ready = None
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
