@@ -346,7 +346,7 @@ class Communicator:
             raise RuntimeError(f"the group of {group.describe()} is being waited for already, {_ELSEWHERE}")
         if step is None:
             raise RuntimeError("wait() on a group to which nothing was submitted, or that a later group has replaced")
-        order = step.order_of(tags)
+        pick = step.picker_of(tags)
         for submission in group.submissions:
             if submission.version is not None:
                 submission.check_unchanged()
@@ -367,7 +367,7 @@ class Communicator:
         if step.gradients:
             results = self._differentiable(group, results)
         group.release()
-        return tuple([results[i] for i in order])
+        return pick(results)
 
     def _finish(self, group: ExchangeGroup) -> None:
         """Nothing more is submitted to the group."""
