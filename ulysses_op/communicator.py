@@ -330,7 +330,8 @@ class Communicator:
                 self._groups.append(group)
                 self._record.begin(group)
             engine.submit(group, submission)
-            group.add(submission)
+            group.submissions.append(submission)
+            group.step, group.following = step, step.following
             if step.final:
                 self._finish(group)
         except BaseException as error:
