@@ -149,7 +149,7 @@ CudaTransport::~CudaTransport() {
 }
 
 void CudaTransport::join(uintptr_t stream) {
-  // The event is recorded again: of another stream's input, own slices would lose sight.
+  // In front of the event's next record: of another stream's input it tells no more.
   if (own_behind_ && *own_behind_ != stream) join_own_slices();
   ULYSSES_CUDA(cuEventRecord, input_ready(), stream_of(stream));
   ULYSSES_CUDA(cuStreamWaitEvent, copy_stream_, input_ready(), 0);

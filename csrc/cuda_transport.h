@@ -112,8 +112,7 @@ class CudaTransport {
   struct PadImage;
 
   CUevent input_ready() const { return capturing_ ? captured_input_ready_ : input_ready_; }
-  // Makes the copy stream stand behind what is on `stream` now; the own slices' stream once it is used, and at once
-  // where that stands behind another stream's input so far.
+  // Makes the copy stream stand behind what is on `stream` now, and, from join_own_slices() on, the own slices' stream.
   void join(uintptr_t stream);
   void join_own_slices();
   void send(const Put& put);
@@ -150,7 +149,7 @@ class CudaTransport {
   bool capturing_ = false;
   size_t own_slices_late_ = 0;
   std::deque<Put> held_back_;            // whose own slices are not queued yet
-  std::optional<uintptr_t> own_behind_;  // the stream whose last input own slices are still to stand behind
+  std::optional<uintptr_t> own_behind_;  // joined, but for the own slices' stream
   // Captured events cannot be queried or waited for outside, so they are apart.
   CUevent captured_input_ready_ = nullptr;
   std::array<Ends, kMaxUnwaited> captured_ends_{};  // by group number; a wait keeps what it saw

@@ -63,12 +63,15 @@ def test_steps_know_those_before_them() -> None:
     assert (v.first, v.final, v.owned, v.gradients) == (True, False, True, True)
     assert (q.first, q.final, q.owned, q.differentiable, q.gradients) == (False, True, False, False, True)
     assert q.submitted == ("v", "q")
-    assert q.order_of(()) == (1, 0) == q.order_of(())
-    assert q.order_of(("v",)) == (0,)
+    results = [x, x.clone()]
+    for tags, wanted in (((), (1, 0)), (("v",), (0,)), (("v", "q"), (0, 1))):
+        for _ in range(2):
+            picked = q.picker_of(tags)(results)
+            assert isinstance(picked, tuple) and [id(one) for one in picked] == [id(results[i]) for i in wanted]
     wrong: Any = (("q", "w"), ("w",), (["q", "v"],))
     for tags in wrong:
         with pytest.raises(RuntimeError, match="not submitted"):
-            q.order_of(tags)
+            q.picker_of(tags)
     assert len({v.digest, q.digest, v.done, q.done, v.ready(False), v.ready(True)}) == 6
 
 

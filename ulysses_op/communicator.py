@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from . import registry
 from .arguments import Asked, Exchanges
 from .bringup import bring_up
 from .capability import BACKENDS, Decision, Facts
@@ -25,6 +24,7 @@ from .gradients import DifferentiableExchange
 from .layout import Exchange
 from .memory_pools import outside_memory_pools
 from .process_groups import GroupLike, resolve_group
+from .registry import register
 from .steps import OWNED, Step, Steps, Terms, key_of
 from .torch_compat import group_device_types, stops_recomputation
 
@@ -75,7 +75,7 @@ class Communicator:
         self.world_size: int = resolved.size()
         if self.rank < 0:
             raise ValueError("this process is not a member of the process group")
-        self._where = (registry.register(self, resolved), self.world_size, self.rank)
+        self._where = (register(self, resolved), self.world_size, self.rank)
         self._requested = backend
         self._max_targets = max_targets
         self._timeout_s = timeout_s
@@ -330,7 +330,8 @@ class Communicator:
                 self._groups.append(group)
                 self._record.begin(group)
             engine.submit(group, submission)
-            group.add(submission)
+            group.submissions.append(submission)
+            group.step, group.following = step, step.following
             if step.final:
                 self._finish(group)
         except BaseException as error:
@@ -346,7 +347,7 @@ class Communicator:
             raise RuntimeError(f"the group of {group.describe()} is being waited for already, {_ELSEWHERE}")
         if step is None:
             raise RuntimeError("wait() on a group to which nothing was submitted, or that a later group has replaced")
-        order = step.order_of(tags)
+        pick = step.picker_of(tags)
         for submission in group.submissions:
             if submission.version is not None:
                 submission.check_unchanged()
@@ -367,7 +368,7 @@ class Communicator:
         if step.gradients:
             results = self._differentiable(group, results)
         group.release()
-        return tuple([results[i] for i in order])
+        return pick(results)
 
     def _finish(self, group: ExchangeGroup) -> None:
         """Nothing more is submitted to the group."""
@@ -451,10 +452,6 @@ class Communicator:
             for tag, x, asked in parts:
                 group.submit_as(x, tag, asked, terms=OWNED)
             return self._wait(group, ())
-
-    def _exchange_one(self, x: torch.Tensor, asked: Asked) -> torch.Tensor:
-        """A group of one, owned, without a gradient: what the ops run."""
-        return self._exchange([(f"{asked[0]}()", x.detach(), asked)])[0]
 
     # Building.
 
@@ -555,12 +552,3 @@ def _release(engine: Engine, pid: int, of: weakref.ref[Communicator]) -> None:
         communicator._ready = None
     if os.getpid() == pid:
         engine.close(_RELEASE_GRACE_S)
-
-
-def _leave_to_parent() -> None:
-    """In a forked child: the communicators there are belong to its parent."""
-    for _, communicator in registry.living():
-        communicator._ready = None
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

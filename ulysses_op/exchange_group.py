@@ -208,11 +208,6 @@ class ExchangeGroup:
         """The tags of it."""
         return self.step.submitted if self.step is not None else ()
 
-    def add(self, submission: Submission) -> None:
-        self.submissions.append(submission)
-        self.step = step = submission.step
-        self.following = step.following
-
     def close(self) -> None:
         """Nothing more is submitted to the group."""
         self.final = True

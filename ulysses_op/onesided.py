@@ -168,10 +168,12 @@ class OneSidedEngine:
             submission.result = result = lent.tensor.data
         else:
             submission.result = result = torch.empty(route.shape, dtype=step.dtype, device=self._device)
-        put = (route.copies, submission.source.data_ptr(), result.data_ptr() if step.own_slice else 0, stream)
+        source, own_target = submission.source.data_ptr(), result.data_ptr() if step.own_slice else 0
         if not step.first:
-            self._transport.put(*put)
-        elif not self._transport.begin(ready, readers, self._capture_id != 0, not step.tags, *put):
+            self._transport.put(route.copies, source, own_target, stream)
+            return
+        put = (route.copies, source, own_target, stream)
+        if not self._transport.begin(ready, readers, self._capture_id != 0, not step.tags, *put):
             self.check(group)
 
     def _result_on_cpu(self, submission: Submission) -> torch.Tensor:

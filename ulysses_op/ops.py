@@ -119,7 +119,8 @@ def _run(
     communicator = communicator_of(name, x.device)
     _check_world_size(communicator, name, world_size)
     note(communicator, x)
-    return communicator._exchange_one(x, _asked(direction, heads, seq_lens, replicas))
+    asked = _asked(direction, heads, seq_lens, replicas)
+    return communicator._exchange([(f"{direction}()", x.detach(), asked)])[0]
 
 
 def _asked(direction: Any, heads: Sequence[int], seq_lens: Sequence[int], replicas: bool) -> Asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -31,3 +32,12 @@ def find(name: str) -> Communicator | None:
 
 def living() -> list[tuple[str, Communicator]]:
     return list(_communicators.items())
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the communicators there are its parent's."""
+    for _, communicator in living():
+        communicator._ready = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -7,8 +7,9 @@ ranks compare. What is refused has no step: who finds one need not check.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ program, which the peers compare."""
 LENT: Terms = (False, True, "")
 OWNED: Terms = (True, True, "")
 
+Picker = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+
 
 class Step:
     """One submission behind certain others. ``route`` and ``opened`` belong to the engine that moves it.
@@ -34,7 +37,7 @@ class Step:
     """
 
     __slots__ = (
-        *("_orders", "before", "differentiable", "digest", "done", "dtype", "empty", "exchange", "final", "first"),
+        *("_pickers", "before", "differentiable", "digest", "done", "dtype", "empty", "exchange", "final", "first"),
         *("following", "gradients", "name", "opened", "own_slice", "owned", "route", "submitted", "tag", "tags"),
     )
 
@@ -68,7 +71,7 @@ class Step:
         self.done = digest_of(("DONE", tags, *(step.digest for step in self.path)))
         """What DONE stands for behind this step: everything that was submitted, in order."""
         self.following: dict[Any, Step] = {}
-        self._orders: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._pickers: dict[tuple[str, ...], Picker] = {}
         self.route: Any = None
         self.opened: Any = None
 
@@ -82,13 +85,13 @@ class Step:
         and whether they are those of a CUDA graph."""
         return digest_of(("READY", self.tags, self.digest, captured))
 
-    def order_of(self, tags: tuple[str, ...]) -> tuple[int, ...]:
-        """Which submissions have the results that :meth:`ExchangeGroup.wait` gives for ``tags``.
+    def picker_of(self, tags: tuple[str, ...]) -> Picker:
+        """Takes what :meth:`ExchangeGroup.wait` gives for ``tags`` from the results of all submissions.
 
         Raises RuntimeError for tags that were not submitted.
         """
         try:
-            return self._orders[tags]
+            return self._pickers[tags]
         except (KeyError, TypeError):
             pass
         wanted = tags or self.tags or self.submitted
@@ -97,8 +100,9 @@ class Step:
             raise RuntimeError(
                 f"wait() for tags {missing} that were not submitted; submitted are {describe(self.submitted)}"
             )
-        order = self._orders[tags] = tuple(map(self.submitted.index, wanted))
-        return order
+        order = [self.submitted.index(tag) for tag in wanted]
+        picker = self._pickers[tags] = itemgetter(*order) if len(order) > 1 else lambda results: (results[order[0]],)
+        return picker
 
     def compared(self, captured: bool) -> dict[str, str]:
         """What the ranks have to submit alike, by name, for people to read."""
