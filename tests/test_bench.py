@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +17,16 @@ import scalar_kernels  # noqa: F401
 import torch
 
 from ulysses_op.__main__ import main
+from ulysses_op.bench.block import norm_rope, rotate
 from ulysses_op.bench.compiled import COMPILERS, compiled_table, print_compiled_table
+from ulysses_op.bench.loops import LOOPS, Kind, Parts, Weights, make_loop
 from ulysses_op.bench.measure import ALONE, Contender, Effort, Ranks, measure
 from ulysses_op.bench.profiles import PROFILES, shape_of
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ulysses_op", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **environment})
 
 
 def check_rows(table: dict[str, Any]) -> None:
@@ -40,30 +44,32 @@ def check_rows(table: dict[str, Any]) -> None:
 def test_shapes_that_memory_is_too_small_for() -> None:
     """They are left out before anything of them is made: 1 TB a tensor, on all levels that CPUs run."""
     levels = ["exchange", "block", "compiled", "ablation", "contention", "rows", "host"]
-    run = bench("--level", *levels, "--shape", "1,50000000,40,128", "--device", "cpu")
+    run = bench("--level", *levels, "model", "--shape", "1,50000000,40,128", "--device", "cpu")
     assert run.returncode == 2, run.stdout + run.stderr
-    for level in levels:
-        assert f"left out: {level} (1, 50000000, 40, 128): 2 ranks need about " in run.stdout
-    assert run.stdout.count("GB are available: take a smaller --shape") == len(levels)
+    names = [*levels, "model h3", "model lingbot"]
+    for name in names:
+        assert f"left out: {name} (1, 50000000, 40, 128): 2 ranks need about " in run.stdout
+    assert run.stdout.count("GB are available: take a smaller --shape") == len(names)
 
 
 def test_tables(tmp_path: Path) -> None:
-    """Of a small shape; the second one is left out and said to be."""
+    """Of a small shape; the second one is left out and said to be. Nothing is compiled: that is for other tests."""
     path = tmp_path / "bench.json"
     shapes = ["--shape", "1,8,4,8", "1,8,3,8"]
     arguments = ["--device", "cpu", "--iterations", "2", "--warmups", "2", "--json", str(path)]
-    run = bench("--level", "exchange", "block", "ablation", "contention", "rows", "host", *shapes, *arguments)
+    levels = ["--level", "exchange", "block", "ablation", "contention", "rows", "model", "host"]
+    run = bench(*levels, "--layers", "2", "--steps", "2", *shapes, *arguments, TORCHDYNAMO_DISABLE="1")
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(path.read_text())
     assert [table["what"] for table in found["tables"]] == [
         *("scatter of q, k, v", "gather of o"),
-        *("attention block", "ablation", "contention", "rows", "host"),
+        *("attention block", "ablation", "contention", "rows", "model h3", "model lingbot", "host"),
     ]
     for table in found["tables"]:
         check_rows(table)
         assert all(f"\n{name}" in run.stdout for name in table.get("transfers", table["rows"]))
     assert found["facts"]["ranks"] == "2" and "torch" in found["facts"]
-    assert len(found["left_out"]) == 6
+    assert len(found["left_out"]) == 8
     assert "left out: exchange (1, 8, 3, 8): H = 3 does not divide by 2 ranks" in run.stdout
 
 
@@ -80,6 +86,22 @@ def test_compiled_table() -> None:
     for table in ranks.pool(2).run(run_compiled, timeout_s=200):
         check_rows(table)
         assert set(COMPILERS) == {name[5:-1] for name in table["rows"] if name.startswith("shm (")}
+
+
+@pytest.mark.parametrize("kind", LOOPS.values(), ids=LOOPS)
+def test_blocks_of_loops_are_traced_whole(kind: Kind) -> None:
+    """A step leaves nothing behind that changes the next one: what is run twice, and compiled, gives the same."""
+    alone = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    shape = (1, 8, 4, 8)
+    loop = make_loop(kind, shape, torch.float32, 2, 2, alone)
+
+    def block(x: torch.Tensor, weights: Weights, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        exchanges = (lambda fused, q, k: (q(), k(), fused[:, :, -1]), lambda o: o)
+        return kind.block(x, weights, cos, sin, shape, Parts(norm_rope, rotate), exchanges)
+
+    expected = loop.run(block)
+    for run in (block, torch.compile(block, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(loop.run(run), expected)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")

@@ -55,16 +55,29 @@ def unfit(shape: Shape, world_size: int, for_block: bool) -> str:
     return "the blocks take B = 1" if for_block and shape[0] != 1 else ""
 
 
-_TENSORS = {"exchange": 57, "block": 40, "compiled": 40, "ablation": 74, "contention": 20, "rows": 90, "host": 25}
+_TENSORS = {
+    "exchange": 57,
+    "block": 40,
+    "compiled": 40,
+    "ablation": 74,
+    "contention": 20,
+    "rows": 90,
+    "host": 25,
+    "model h3": 60,
+    "model lingbot": 60,
+}
 """How many tensors of the shape a rank holds at most, level by level, as measured on CPUs."""
+_LAYER_TENSORS = {"model lingbot": 20}  # and as many of each layer's
 _WEIGHTS = 8  # as many of (C, C) in the levels that have a block
+_LAYER_WEIGHTS = {"model h3": 15, "model lingbot": 12}  # and in each layer
 
 
-def needed_bytes(level: str, shape: Shape, dtype: torch.dtype) -> int:
+def needed_bytes(level: str, shape: Shape, dtype: torch.dtype, layers: int) -> int:
     """About what a rank needs to measure a level on the CPU."""
     elements, width = math.prod(shape), shape[2] * shape[3]
-    weights = 0 if level in ("exchange", "host", "rows") else _WEIGHTS * width * width
-    return (_TENSORS[level] * elements + weights) * dtype.itemsize
+    tensors = _TENSORS[level] + layers * _LAYER_TENSORS.get(level, 0)
+    weights = 0 if level in ("exchange", "host", "rows") else _WEIGHTS + layers * _LAYER_WEIGHTS.get(level, 0)
+    return (tensors * elements + weights * width * width) * dtype.itemsize
 
 
 def available_bytes() -> int:

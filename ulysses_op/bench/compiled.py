@@ -49,7 +49,7 @@ COMPILERS: dict[str, Callable[..., Any]] = {
 def by_functions(communicator: Communicator) -> Exchanges:
     def scatter(fused: torch.Tensor, q: Thunk, k: Thunk) -> tuple[torch.Tensor, ...]:
         exchange = communicator.scatter_heads
-        return exchange(q()), exchange(k()), exchange(fused[:, :, 2])
+        return exchange(q()), exchange(k()), exchange(fused[:, :, -1])
 
     return scatter, communicator.gather_heads
 
@@ -62,7 +62,7 @@ def by_functional_collectives() -> Exchanges:
         return all_to_all_single(packed.contiguous(), None, None, group)
 
     def scatter(fused: torch.Tensor, q: Thunk, k: Thunk) -> tuple[torch.Tensor, ...]:
-        packs = (by_peer(q()), by_peer(k()), by_peer(fused[:, :, 2]))
+        packs = (by_peer(q()), by_peer(k()), by_peer(fused[:, :, -1]))
         return tuple(exchange(pack).transpose(0, 1).flatten(1, 2) for pack in packs)
 
     def gather(o: torch.Tensor) -> torch.Tensor:

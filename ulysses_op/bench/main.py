@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ from .diffusers import MODELS, diffusers_table, print_diffusers_table
 from .exchange import exchange_tables, print_exchange_table
 from .handshakes import handshake_table, print_handshake_table
 from .host import host_table, print_host_table
+from .loops import LOOPS
 from .measure import Effort, Ranks, provenance
 from .plot import plot
 from .profiles import Shape
@@ -43,6 +45,7 @@ levels:
   exchange   the grouped scatter of q, k and v, and the gather of o
   block      fused projection, norm + RoPE, exchange, attention, exchange back, output projection; V first by hand
   compiled   the same written plainly, as one compiled graph
+  model      denoising loops of several blocks and steps: h3 (fused projection), lingbot (three of them, and a cache)
   diffusers  a transformer of diffusers at its real size, against diffusers' own context parallelism (GPUs only)
   ablation   the block by hand with one of its ingredients taken away, one after the other; other kinds of handshakes
   contention what each transfer adds to a product, a norm + RoPE and an attention beside it
@@ -51,11 +54,16 @@ levels:
 
 exit status: 0 what was measured was right; 1 an output was wrong or a contender failed; 2 nothing could be measured"""
 
-LEVELS = ("exchange", "block", "compiled", "ablation", "contention", "rows", "diffusers", "host")
+LEVELS = ("exchange", "block", "compiled", "ablation", "contention", "rows", "model", "diffusers", "host")
 _DEFAULT_SHAPES: dict[str, list[Shape]] = {
     "cuda": [(1, 9472, 28, 128), (1, 9472, 56, 128), (1, 3120, 40, 128), (1, 16380, 40, 128)],
     "cpu": [(1, 512, 8, 64), (1, 8192, 8, 64), (1, 32768, 8, 64)],  # 1, 16, 64 MiB a tensor in float32
 }
+_LOOP_SHAPES: dict[str, dict[str, list[Shape]]] = {
+    "cuda": {"model h3": [(1, 9472, 28, 128)], "model lingbot": [(1, 3120, 40, 128)]},
+    "cpu": {"model h3": [(1, 128, 8, 32)], "model lingbot": [(1, 64, 8, 32)]},
+}
+_LAYERS = 4  # of a loop
 
 LEGEND = """\
 us: median of the iterations, each the maximum over the ranks; q1, q3: their quartiles. GB/s: bytes to peers over the
@@ -72,7 +80,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", nargs="+", choices=LEVELS, default=["exchange"], help="default: exchange")
     add_shape_arguments(parser)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["wan-14b"], help="of level diffusers")
-    parser.add_argument("--layers", type=number_from(1), help="of level diffusers' models, default: all of them")
+    parser.add_argument("--loop", nargs="+", choices=tuple(LOOPS), default=list(LOOPS), help="of level model")
+    parser.add_argument("--layers", type=number_from(1), help="of models: diffusers', default all; of loops, default 4")
+    parser.add_argument("--steps", type=number_from(1), default=4, help="of level model's loops, default: 4")
     parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="sdpa", help="of the blocks, default: sdpa")
     parser.add_argument(
         "--warmups", type=number_from(2), default=10, help="rounds before those that count, 2 or more, default: 10"
@@ -146,6 +156,7 @@ def _tables(
 ) -> Iterator[dict[str, Any]]:
     """The tables as they are measured; what is left out, and why, goes to ``left_out``."""
     from .compiled import compiled_table  # which imports Inductor
+    from .model import model_table
 
     dtype = chosen_dtype(options, device.type)
     effort = Effort(options.warmups, options.iterations)
@@ -161,8 +172,19 @@ def _tables(
         "rows": lambda shape: [rows_table(shape, dtype, effort, ranks)],
         "host": lambda shape: [host_table(shape, dtype, effort, ranks)],
     }
-    shapes = chosen_shapes(options, ranks.world_size, _DEFAULT_SHAPES[device.type], left_out)
-    for level in options.level:
+
+    def of_loop(loop: str) -> Callable[[Shape], list[dict[str, Any]]]:
+        return lambda shape: [
+            model_table(loop, shape, dtype, options.layers or _LAYERS, options.steps, effort, ranks),
+        ]
+
+    loops = {f"model {loop}": of_loop(loop) for loop in options.loop}
+    levels.update(loops)
+    chosen = chosen_shapes(options, ranks.world_size, _DEFAULT_SHAPES[device.type], left_out)
+    for level in itertools.chain.from_iterable(loops if level == "model" else (level,) for level in options.level):
+        shapes = chosen
+        if level in loops and not (options.shape or options.profile):
+            shapes = _LOOP_SHAPES[device.type][level]
         for name in options.model if level == "diffusers" else ():
             if not ranks.on_cuda:
                 left_out.append(f"diffusers {name}: it needs GPUs")
@@ -172,10 +194,10 @@ def _tables(
                 yield diffusers_table(name, options.layers, effort, ranks)
                 torch.cuda.empty_cache()
         for shape in shapes if level != "diffusers" else ():
-            lack = unfit(shape, ranks.world_size, for_block=level in ("block", "compiled", "ablation", "contention"))
+            lack = unfit(shape, ranks.world_size, for_block=level not in ("exchange", "rows", "host"))
             if lack:
                 left_out.append(f"{level} {shape}: {lack}")
-            elif excess := _excess(level, shape, dtype, ranks):
+            elif excess := _excess(level, shape, dtype, options.layers or _LAYERS, ranks):
                 left_out.append(f"{level} {shape}: {excess}")
             elif ranks.over_budget():
                 left_out.append(f"{level} {shape}: the budget of {options.budget:.0f} s was used up")
@@ -185,14 +207,14 @@ def _tables(
                     torch.cuda.empty_cache()
 
 
-def _excess(level: str, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> str:
+def _excess(level: str, shape: Shape, dtype: torch.dtype, layers: int, ranks: Ranks) -> str:
     """Why the CPU's memory is too small for a shape; empty where it is not, and on GPUs, which tell of it themselves.
     Collective.
     """
     if ranks.on_cuda:
         return ""
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    needed, available = on_host * needed_bytes(level, shape, dtype), available_bytes()
+    needed, available = on_host * needed_bytes(level, shape, dtype, layers), available_bytes()
     if not ranks.any(needed > available):
         return ""
     return (
@@ -203,6 +225,7 @@ def _excess(level: str, shape: Shape, dtype: torch.dtype, ranks: Ranks) -> str:
 
 def _print(table: dict[str, Any]) -> None:
     from .compiled import print_compiled_table
+    from .model import print_model_table
 
     printers = {
         "attention block": print_block_table,
@@ -213,6 +236,7 @@ def _print(table: dict[str, Any]) -> None:
         "handshakes": print_handshake_table,
         "host": print_host_table,
         "rows": print_rows_table,
+        **{f"model {loop}": print_model_table for loop in LOOPS},
     }
     printers.get(table["what"], print_exchange_table)(table)
     sys.stdout.flush()
