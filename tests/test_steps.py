@@ -83,6 +83,10 @@ def test_steps_are_bounded_in_number() -> None:
     for number in range(5000):
         steps.add(steps.first(()), number, step)
     assert len(steps.first(())) <= 1024
+    first = steps.first(("a",))
+    for number in range(5000):
+        steps.first((str(number),))
+    assert steps.first(("a",)) is not first
 
 
 HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {

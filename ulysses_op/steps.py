@@ -31,9 +31,8 @@ Picker = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
 class Step:
-    """One submission behind certain others. ``route`` and ``opened`` belong to the engine that moves it.
-
-    ``following`` holds the steps behind it by their :func:`key_of`.
+    """One submission behind certain others. ``following`` holds the steps behind it, by their :func:`key_of`; ``route``
+    and ``opened`` belong to the engine that moves it.
     """
 
     __slots__ = (
@@ -141,16 +140,20 @@ class Steps:
             following = None
         if following is None:
             check_tags(tags, self._max_tags)
+            self._make_room()
             following = self._firsts[tags] = {}
         return following
 
     def add(self, following: dict[Any, Step], key: Any, step: Step) -> None:
-        """Groups under way keep those that they have come from."""
+        self._make_room()
+        following[key] = step
+
+    def _make_room(self) -> None:
+        """Groups under way keep the steps that they have come from."""
         if self._made >= _MAX_KEPT:
             self._firsts.clear()
             self._made = 0
         self._made += 1
-        following[key] = step
 
 
 def check_tags(tags: tuple[str, ...], max_tags: int) -> None:
