@@ -15,13 +15,16 @@ import pytest
 import ranks
 import scalar_kernels  # noqa: F401
 import torch
+import torch.distributed as dist
 
 from ulysses_op.__main__ import main
 from ulysses_op.bench.block import norm_rope, rotate
 from ulysses_op.bench.compiled import COMPILERS, compiled_table, print_compiled_table
+from ulysses_op.bench.contenders import gather_by_pack, scatter_in_one_pack, scatter_in_one_pack_strided
 from ulysses_op.bench.loops import LOOPS, Kind, Parts, Weights, make_loop
 from ulysses_op.bench.measure import ALONE, Contender, Effort, Ranks, measure
 from ulysses_op.bench.profiles import PROFILES, shape_of
+from ulysses_op.bench.zero_cta import between
 
 
 def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -123,6 +126,25 @@ def test_what_cannot_run_is_told_in_a_sentence(arguments: list[str], says: str) 
     run = bench(*arguments)
     assert run.returncode == 2 and says in run.stdout + run.stderr
     assert "Traceback" not in run.stderr
+
+
+def run_between(rank: int, world_size: int) -> None:
+    """What is packed into the buffer that is sent, and what is not there yet, as the process group exchanges it."""
+    torch.manual_seed(rank)
+    shape = (2, 6, 4, 8)
+    x = torch.randn(shape)
+    sent, received = torch.randn(2, 3 * x.numel())
+    by = between(sent, received, lambda result, packed: dist.all_to_all_single(result, packed))
+    for scatter, tensors in ((scatter_in_one_pack, (x, 2 * x, 3 * x)), (scatter_in_one_pack_strided, (x[:1], x[1:]))):
+        for found, expected in zip(scatter(tensors, by), scatter(tensors), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gather_by_pack(x, by), gather_by_pack(x), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="float32 is registered"):
+        by.exchange(torch.zeros(2, 1, dtype=torch.float64))
+
+
+def test_all_to_all_between_two_buffers() -> None:
+    ranks.pool(2).run(run_between)
 
 
 def run_wrong(rank: int, world_size: int) -> dict[str, Any]:

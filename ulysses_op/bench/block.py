@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,8 @@ import torch.nn.functional as F
 
 from ..communicator import Communicator
 from .contenders import (
+    OF_PROCESS_GROUP,
+    AllToAll,
     communicators,
     gather_by_pack,
     gather_group,
@@ -36,6 +40,7 @@ from .measure import (
 )
 from .other_packages import Way, fast_ulysses, ways
 from .profiles import Shape
+from .zero_cta import zero_cta
 
 ONE_SIDED = {"cuda": "symm_mem", "cpu": "shm"}
 EPSILON = 1e-6
@@ -120,8 +125,10 @@ def block(inputs: Inputs, shape: Shape, norm: Norm, exchanges: Exchanges, attent
     return (F.linear(gather(attention(q, k, v)).flatten(2), inputs.out_weight),)
 
 
-def by_packs(packed: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]) -> Exchanges:
-    return lambda fused, q, k: packed((q(), k(), fused[:, :, -1])), gather_by_pack
+def by_packs(
+    packed: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]], by: AllToAll = OF_PROCESS_GROUP
+) -> Exchanges:
+    return lambda fused, q, k: packed((q(), k(), fused[:, :, -1])), lambda o: gather_by_pack(o, by)
 
 
 def by_way(way: Way) -> Exchanges:
@@ -206,12 +213,15 @@ def block_table(shape: Shape, dtype: torch.dtype, attention: str, effort: Effort
 
         return Contender(name, run, not_captured=not_captured)
 
-    contenders = [
-        contender(f"{process_group}, 3 packs", by_packs(lambda x: tuple(map(scatter_by_pack, x)))),
-        contender(f"{process_group}, 1 pack", by_packs(scatter_in_one_pack)),
-        contender(f"{process_group}, 1 pack, strided results", by_packs(scatter_in_one_pack_strided)),
-    ]
+    contenders = [contender(f"{process_group}, 3 packs", by_packs(lambda x: tuple(map(scatter_by_pack, x))))]
     with ExitStack() as stack:
+        packing = {process_group: OF_PROCESS_GROUP, **zero_cta(stack, ranks, 3 * math.prod(shape), dtype)}
+        for name, by in packing.items():
+            strided = partial(scatter_in_one_pack_strided, by=by)
+            contenders += [
+                contender(f"{name}, 1 pack", by_packs(partial(scatter_in_one_pack, by=by), by)),
+                contender(f"{name}, 1 pack, strided results", by_packs(strided, by)),
+            ]
         if (other := fast_ulysses(stack, ranks)) is not None:
             contenders += [
                 contender(way.name, by_way(way), way.not_captured) for way in ways(other, shape, dtype, ranks)

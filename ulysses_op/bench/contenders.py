@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,20 @@ TIMEOUT_S = 60
 
 
 def all_to_all(packed: torch.Tensor) -> torch.Tensor:
+    packed = packed.contiguous()
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed)
     return received
+
+
+class AllToAll(NamedTuple):
+    """empty: what may be packed into, like a tensor, of these sizes. exchange: anything by peer; what was received."""
+
+    empty: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+    exchange: Callable[[torch.Tensor], torch.Tensor]
+
+
+OF_PROCESS_GROUP = AllToAll(torch.Tensor.new_empty, all_to_all)
 
 
 def by_peer(x: torch.Tensor) -> torch.Tensor:
@@ -30,32 +42,34 @@ def by_peer(x: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_by_pack(x: torch.Tensor) -> torch.Tensor:
-    return all_to_all(by_peer(x).contiguous()).transpose(0, 1).flatten(1, 2)
+    return all_to_all(by_peer(x)).transpose(0, 1).flatten(1, 2)
 
 
-def gather_by_pack(x: torch.Tensor) -> torch.Tensor:
-    sent = x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1).contiguous()
-    return all_to_all(sent).permute(1, 2, 0, 3, 4).flatten(2, 3)
+def gather_by_pack(x: torch.Tensor, by: AllToAll = OF_PROCESS_GROUP) -> torch.Tensor:
+    sent = x.unflatten(1, (dist.get_world_size(), -1)).transpose(0, 1)
+    return by.exchange(sent).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def scatter_in_one_pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def scatter_in_one_pack(tensors: Sequence[torch.Tensor], by: AllToAll = OF_PROCESS_GROUP) -> tuple[torch.Tensor, ...]:
     """One all-to-all for all; contiguous results."""
     parts = [by_peer(x) for x in tensors]
     peers, *sizes = parts[0].shape
-    packed = parts[0].new_empty(peers, len(parts), *sizes)
+    packed = by.empty(parts[0], (peers, len(parts), *sizes))
     for i, part in enumerate(parts):
         packed[:, i].copy_(part)
-    return tuple(part.transpose(0, 1).flatten(1, 2) for part in all_to_all(packed).unbind(1))
+    return tuple(part.transpose(0, 1).flatten(1, 2) for part in by.exchange(packed).unbind(1))
 
 
-def scatter_in_one_pack_strided(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def scatter_in_one_pack_strided(
+    tensors: Sequence[torch.Tensor], by: AllToAll = OF_PROCESS_GROUP
+) -> tuple[torch.Tensor, ...]:
     """One all-to-all for all, without an unpack (for B = 1): the results are slices of one buffer."""
     parts = [by_peer(x) for x in tensors]
     peers, batch, seq_local, heads, head_dim = parts[0].shape
-    packed = parts[0].new_empty(peers, batch, seq_local, len(parts), heads, head_dim)
+    packed = by.empty(parts[0], (peers, batch, seq_local, len(parts), heads, head_dim))
     for i, part in enumerate(parts):
         packed[:, :, :, i].copy_(part)
-    return all_to_all(packed).transpose(0, 1).flatten(1, 2).unbind(2)
+    return by.exchange(packed).transpose(0, 1).flatten(1, 2).unbind(2)
 
 
 # The exchange by this package.

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from ..communicator import Communicator
 from .contenders import (
+    OF_PROCESS_GROUP,
+    AllToAll,
     communicators,
     gather_by_pack,
     gather_group,
@@ -37,6 +39,7 @@ from .measure import (
 )
 from .other_packages import Way, fast_ulysses, ways
 from .profiles import Shape
+from .zero_cta import zero_cta
 
 BACKENDS = {"cuda": ("symm_mem", "cuda_ipc", "c10d"), "cpu": ("shm", "c10d")}
 NUM_SETS = 3
@@ -125,6 +128,7 @@ def exchange_tables(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ran
     sent = sets[0].q.numel() * (ranks.world_size - 1) // ranks.world_size
     with ExitStack() as stack:
         usable = communicators(stack, ranks, BACKENDS[ranks.device.type])
+        packing = {process_group: OF_PROCESS_GROUP, **zero_cta(stack, ranks, 3 * sets[0].q.numel(), dtype)}
         other = fast_ulysses(stack, ranks)
         theirs = [] if other is None else ways(other, shape, dtype, ranks)
 
@@ -138,15 +142,18 @@ def exchange_tables(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ran
 
         scatters = [
             Contender(f"{process_group}, 3 packs", lambda x: tuple(map(scatter_by_pack, (x.q, x.k, x.v)))),
-            Contender(f"{process_group}, 1 pack", lambda x: scatter_in_one_pack((x.q, x.k, x.v))),
-            Contender(f"{process_group}, 1 pack, strided results", lambda x: scatter_in_one_pack_strided(x[:3])),
+            *(Contender(f"{name}, 1 pack", partial(_scatter_packed, by)) for name, by in packing.items()),
+            *(
+                Contender(f"{name}, 1 pack, strided results", partial(_scatter_packed_strided, by))
+                for name, by in packing.items()
+            ),
             *(Contender(way.name, partial(_scatter_by, way), not_captured=way.not_captured) for way in theirs),
             *by_package(lambda communicator, x: scatter_group(communicator, x.q, x.k, x.v)),
         ]
         expected = [[reference_scatter(x, ranks) for x in inputs[:3]] for inputs in sets]
         scatter = exchange_table("scatter of q, k, v", shape, 3 * sent, scatters, expected, sets, effort, ranks)
         gathers = [
-            Contender(f"{process_group}, 1 pack", lambda x: (gather_by_pack(x.o),)),
+            *(Contender(f"{name}, 1 pack", partial(_gather_packed, by)) for name, by in packing.items()),
             *(Contender(way.name, partial(_gather_by, way), not_captured=way.not_captured) for way in theirs),
             *by_package(lambda communicator, x: gather_group(communicator, x.o), "in a group"),
             *by_package(lambda communicator, x: (communicator.gather_heads(x.o),), "gather_heads()"),
@@ -154,6 +161,18 @@ def exchange_tables(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ran
         expected = [[reference_gather(inputs.o, ranks)] for inputs in sets]
         gather = exchange_table("gather of o", shape, sent, gathers, expected, sets, effort, ranks)
     return [scatter, gather]
+
+
+def _scatter_packed(by: AllToAll, inputs: Inputs) -> Outputs:
+    return scatter_in_one_pack(inputs[:3], by)
+
+
+def _scatter_packed_strided(by: AllToAll, inputs: Inputs) -> Outputs:
+    return scatter_in_one_pack_strided(inputs[:3], by)
+
+
+def _gather_packed(by: AllToAll, inputs: Inputs) -> Outputs:
+    return (gather_by_pack(inputs.o, by),)
 
 
 def _scatter_by(way: Way, inputs: Inputs) -> Outputs:
