@@ -180,6 +180,8 @@ def _tables(
 
     loops = {f"model {loop}": of_loop(loop) for loop in options.loop}
     levels.update(loops)
+    if "ablation" in options.level and not ranks.on_cuda:
+        left_out.append("other kinds of handshakes: they need GPUs")
     chosen = chosen_shapes(options, ranks.world_size, _DEFAULT_SHAPES[device.type], left_out)
     for level in itertools.chain.from_iterable(loops if level == "model" else (level,) for level in options.level):
         shapes = chosen
