@@ -72,7 +72,7 @@ def test_tables(tmp_path: Path) -> None:
         check_rows(table)
         assert all(f"\n{name}" in run.stdout for name in table.get("transfers", table["rows"]))
     assert found["facts"]["ranks"] == "2" and "torch" in found["facts"]
-    assert len(found["left_out"]) == 8
+    assert len(found["left_out"]) == 9 and "other kinds of handshakes: they need GPUs" in found["left_out"]
     assert "left out: exchange (1, 8, 3, 8): H = 3 does not divide by 2 ranks" in run.stdout
 
 

@@ -63,11 +63,11 @@ _TENSORS = {
     "contention": 20,
     "rows": 90,
     "host": 25,
-    "model h3": 60,
-    "model lingbot": 60,
+    "model h3": 70,
+    "model lingbot": 70,
 }
 """How many tensors of the shape a rank holds at most, level by level, as measured on CPUs."""
-_LAYER_TENSORS = {"model lingbot": 20}  # and as many of each layer's
+_LAYER_TENSORS = {"model lingbot": 10}  # and as many of each layer's
 _WEIGHTS = 8  # as many of (C, C) in the levels that have a block
 _LAYER_WEIGHTS = {"model h3": 15, "model lingbot": 12}  # and in each layer
 

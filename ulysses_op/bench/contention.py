@@ -37,7 +37,7 @@ def contention_table(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ra
         for whereby, compute in computations.items():
             contenders.append(Contender(f"{NOTHING}, beside {whereby}", _alone(compute)))
             for what, transfer in transfers.items():
-                contenders.append(Contender(f"{what}, beside {whereby}", _beside(compute, transfer, side)))
+                contenders.append(Contender(f"{what}, beside {whereby}", beside(compute, transfer, side)))
         mode = QUEUED if ranks.on_cuda else ALONE
         rows = measure(ranks, contenders, [None], effort, modes=(mode,))
     return {
@@ -96,7 +96,7 @@ def _alone(call: Call) -> Callable[[Any], Outputs]:
     return run
 
 
-def _beside(compute: Call, transfer: Call, side: Any) -> Callable[[Any], Outputs]:
+def beside(compute: Call, transfer: Call, side: Any) -> Callable[[Any], Outputs]:
     """Both begin where the caller's stream is, the transfer on a stream of its own, which nobody waits for. On the CPU
     one follows on the other.
     """

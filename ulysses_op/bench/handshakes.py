@@ -1,5 +1,5 @@
 """Ways in which ranks can tell each other that buffers may be written, and that they were: the same copies between the
-same two handshakes.
+same two handshakes. Alone, and beside a product: when they are through, and how long the product takes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+import torch.nn.functional as F
 
 from ..communicator import Communicator
+from .block import make_inputs
 from .contenders import all_to_all, communicators, exchange_one
+from .contention import beside
 from .measure import (
     ALONE,
     CAPTURED,
@@ -30,6 +33,7 @@ from .measure import (
 )
 from .profiles import Shape
 
+PRODUCT = "the product alone"
 _TIMEOUT_MS = 20_000
 _READY, _DONE = 0, 1  # channels of a signal pad
 
@@ -39,8 +43,15 @@ def handshake_table(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ran
     ranks.progress(f"handshakes {shape}")
     batch, seq_local, num_heads, head_dim = shape
     whole = batch * seq_local * num_heads // ranks.world_size * head_dim
+    block = make_inputs(shape, dtype, ranks)
+    side = torch.cuda.Stream()
+
+    def product() -> torch.Tensor:
+        return F.linear(block.x, block.qkv_weight)
+
     with ExitStack() as stack:
         contenders = []
+        pairs = [Contender(PRODUCT, lambda _: (product(),))]
         for communicator in communicators(stack, ranks, ["symm_mem"]).values():
             for count in (8, whole):
                 generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
@@ -51,8 +62,15 @@ def handshake_table(shape: Shape, dtype: torch.dtype, effort: Effort, ranks: Ran
                     **dict(_by_hand(sent, ranks)),
                 }
                 size = f"{count * dtype.itemsize / 1e6:.1f} MB" if count > 1e6 else f"{count * dtype.itemsize} B"
-                contenders += [Contender(f"{kind}, {size}", run, check) for kind, run in kinds.items()]
+                for kind, run in kinds.items():
+                    name, transfer = f"{kind}, {size}", partial(run, None)
+                    contenders.append(Contender(name, run, check))
+                    pairs += [
+                        Contender(f"{name}, beside a product", beside(transfer, product, side)),
+                        Contender(f"a product beside {name}", beside(product, transfer, side)),
+                    ]
         rows = measure(ranks, contenders, [None], effort)
+        rows.update(measure(ranks, pairs, [None], effort, modes=(QUEUED,)))
     return {"what": "handshakes", "shape": shape, "rows": rows}
 
 
@@ -120,4 +138,5 @@ def print_handshake_table(table: dict[str, Any]) -> None:
         for name, result in table["rows"].items()
     ]
     print(f"\ncopies to peers between two handshakes, (B, S_local, H, D) = {tuple(table['shape'])}, dense")
+    print("beside: until what is named first is through; the other began with it, and nothing waits for it")
     print(format_table(head, lines))

@@ -36,6 +36,8 @@ from .measure import Effort, Ranks, provenance
 from .plot import plot
 from .profiles import Shape
 from .rows import print_rows_table, rows_table
+from .zero_cta import NAME as ZERO_CTA
+from .zero_cta import in_force
 
 DESCRIPTION = """\
 Times the exchanges, and attention blocks around them, against a process group's all-to-all and against the same block
@@ -132,18 +134,22 @@ def bench(device: torch.device, options: argparse.Namespace, command: str) -> in
         print(f"\n{LEGEND}{CUDA_LEGEND if ranks.on_cuda else ''}", flush=True)
     tables: list[dict[str, Any]] = []
     left_out: list[str] = []
+    looked_at: list[str] = []
     try:
         with torch.no_grad():
             for table in _tables(device, options, ranks, left_out):
                 tables.append(table)
                 if ranks.rank == 0:
                     _print(table)
+            of_nccl = [table["shape"] for table in tables if any(name.startswith(ZERO_CTA) for name in table["rows"])]
+            for shape in dict.fromkeys(of_nccl):
+                looked_at.append(in_force(shape, chosen_dtype(options, device.type), ranks))
     except BaseException:
         left_out.append("everything after an exception")
         raise
     finally:
         if ranks.rank == 0:
-            _finish(options, facts, tables, left_out)
+            _finish(options, facts, tables, left_out, looked_at)
     ranks.any(False)  # nobody leaves while others still need it
     if not tables:
         return 2
@@ -180,6 +186,8 @@ def _tables(
 
     loops = {f"model {loop}": of_loop(loop) for loop in options.loop}
     levels.update(loops)
+    if "ablation" in options.level and not ranks.on_cuda:
+        left_out.append("other kinds of handshakes: they need GPUs")
     chosen = chosen_shapes(options, ranks.world_size, _DEFAULT_SHAPES[device.type], left_out)
     for level in itertools.chain.from_iterable(loops if level == "model" else (level,) for level in options.level):
         shapes = chosen
@@ -243,9 +251,13 @@ def _print(table: dict[str, Any]) -> None:
 
 
 def _finish(
-    options: argparse.Namespace, facts: dict[str, str], tables: list[dict[str, Any]], left_out: list[str]
+    options: argparse.Namespace,
+    facts: dict[str, str],
+    tables: list[dict[str, Any]],
+    left_out: list[str],
+    looked_at: list[str],
 ) -> None:
-    notes = [f"left out: {text}" for text in left_out]
+    notes = [*looked_at, *(f"left out: {text}" for text in left_out)]
     for table in tables:
         for name, result in table["rows"].items():
             for mode, summary in result.items():
@@ -254,7 +266,7 @@ def _finish(
     if notes:
         print("", *notes, sep="\n", flush=True)
     if options.json:
-        everything = {"facts": facts, "tables": tables, "left_out": left_out}
+        everything = {"facts": facts, "tables": tables, "left_out": left_out, "looked_at": looked_at}
         with open(options.json, "w") as file:
             json.dump(everything, file, indent=1)
     if options.plot:

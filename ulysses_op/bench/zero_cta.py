@@ -18,30 +18,41 @@ import torch.distributed as dist
 from .contenders import AllToAll
 from .device_timeline import COPY, KERNEL, record
 from .measure import Ranks
+from .profiles import Shape
 
 NAME = "zero-CTA nccl"
 _LEAST_NCCL = (2, 28)
 
 
 def zero_cta(stack: ExitStack, ranks: Ranks, elements: int, dtype: torch.dtype) -> dict[str, AllToAll]:
-    """The all-to-all of at most ``elements``, which ends with ``stack``, by a name that says if NCCL does not keep to
-    the policy; nothing where not all ranks can have it. Collective.
+    """The all-to-all of at most ``elements``, which ends with ``stack``, by its name; nothing where not all ranks can
+    have it. NCCL may not keep to the policy: see :func:`in_force`. Collective.
     """
     if not ranks.on_cuda:
         return {}
     made: list[AllToAll] = []
     reason = ranks.attempt(_check_version) or ranks.attempt(lambda: made.append(_registered(stack, elements, dtype)))
-    against: list[str] = []
-    if not reason:
-        packed = made[0].empty(torch.empty(0, dtype=dtype), (ranks.world_size, elements // ranks.world_size))
-        reason = ranks.attempt(lambda: against.extend(_not_by_copies(made[0], packed, ranks)))
     if reason:
         ranks.progress(f"  {NAME} is left out: {reason}")
         return {}
-    if not ranks.any(bool(against)):
-        return {NAME: made[0]}
-    ranks.progress(f"  {NAME} is not in force: {', '.join(against) or 'on a peer'}")
-    return {f"{NAME} (not in force)": made[0]}
+    return {NAME: made[0]}
+
+
+def in_force(shape: Shape, dtype: torch.dtype, ranks: Ranks) -> str:
+    """A sentence on whether q, k and v of such a shape go by copy engines, as a profile of one call shows it. For the
+    end of a run: a profiler may leave the host slower. Collective.
+    """
+    with ExitStack() as stack:
+        elements = 3 * math.prod(shape)
+        made = zero_cta(stack, ranks, elements, dtype)
+        if not made:
+            return f"{NAME} {shape}: not looked at, as it could not be had again"
+        packed = made[NAME].empty(torch.empty(0, dtype=dtype), (ranks.world_size, elements // ranks.world_size))
+        against: list[str] = []
+        failure = ranks.attempt(lambda: against.extend(_not_by_copies(made[NAME], packed, ranks)))
+        if failure or ranks.any(bool(against)):
+            return f"{NAME} {shape}: NOT in force: {failure or ', '.join(against) or 'on a peer'}"
+        return f"{NAME} {shape}: in force: a profile shows copies to peers, and no kernel of NCCL's"
 
 
 def between(
