@@ -158,9 +158,10 @@ def test_v_is_submitted_first_and_one_wait_completes_a_group(
     assert (after.count("submit"), after.count("wait_"), after.count("scatter_heads")) == (4 * groups, 2 * groups, 0)
     first = after.index("submit")
     assert after[:first] == ["mm"]  # V's projection, and nothing else
-    # With separate projections Q leaves before K is projected, so their norms are two kernels.
-    separate_projections = 0 if block == "fused" else 1
-    assert after.count("kernel") <= before.count("kernel") + separate_projections, f"{before} {after}"
+    # With separate projections Q leaves before K is projected, so their norms are two kernels. Own heads of q and k are
+    # worked on last, where that is known to stay out of CUDA graphs' way.
+    more = (0 if block == "fused" else 1) + (0 if backend == "c10d" else groups)
+    assert after.count("kernel") <= before.count("kernel") + more, f"{before} {after}"
     last = after.index("wait_")
     assert after[first:last].count("submit") == 3
     assert "scaled_dot_product" in after[last + 1] or "scaled_dot_product" in after[last + 2]
