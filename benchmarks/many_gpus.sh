@@ -49,6 +49,8 @@ bench block 240 --level block --profile h3-u2 h3-tp2u2 lingbot-u2 wan-480p --ite
 for profile in h3-u2 h3-tp2u2 lingbot-u2 wan-480p; do bench "block-$profile" 90 --level compiled --profile "$profile" --iterations 30; done
 bench ablation 120 --level ablation --profile h3-u2 --iterations 30
 bench contention 90 --level contention --profile h3-u2 --iterations 30
+bench rows 90 --level rows --profile wan-480p --iterations 30
+for loop in h3 lingbot; do bench "model-$loop" 300 --level model --loop "$loop" --warmups 3 --iterations 20; done
 
 echo
 printf '%s\n' "${table[@]}"
