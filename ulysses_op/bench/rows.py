@@ -15,7 +15,8 @@ from .contenders import communicators, exchange_one, gather_by_pack, scatter_by_
 from .measure import ALONE, QUEUED, Contender, Effort, Outputs, Ranks, format_table, measure, median_of, number
 from .profiles import Shape
 
-WIDTHS = (64, 128, 256, 512, 640, 1024, 1280, 2048, 2560, 5120, 10240, 16384)  # bytes; attention's are H_local * D elements
+WIDTHS = (64, 128, 256, 512, 640, 1024, 1280, 2048, 2560, 5120, 10240, 16384)
+"""In bytes. Attention's are H_local * D elements."""
 FLAT, HANDSHAKES = "in one row", "handshakes alone"
 
 
