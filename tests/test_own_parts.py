@@ -78,7 +78,12 @@ def of_a_fused_one(x: Tensor) -> Tensor:
     return many[:, :, WIDTH:].view(BATCH, ROWS, HEADS, DIM).cos().unsqueeze(1).squeeze(1)
 
 
-NARROWED = [norm, layer_norm, rope, interleaved, scattered, transposed, of_tables, of_flat, of_a_fused_one]
+def squeezed(x: Tensor) -> Tensor:
+    """A dimension that is no larger than 1 in a part alone."""
+    return x.squeeze(2).sin()[:, None].squeeze(1)
+
+
+NARROWED = [squeezed, norm, layer_norm, rope, interleaved, scattered, transposed, of_tables, of_flat, of_a_fused_one]
 
 
 @pytest.mark.parametrize("function", NARROWED, ids=lambda function: function.__name__)
@@ -211,6 +216,27 @@ def test_peers_parts_leave_first_and_the_own_ones_are_written_in_place(plan: Pla
     assert run.at[last + 1 :] == ["write"] * (plan.batch + 3) + ["wait_"]  # two for the halves of q
     for submit in module.graph.find_nodes(op="call_function", target=OPS.submit.default):
         assert submit.args[11:] == (False, False)
+
+
+def put_together(x: Tensor) -> Tensor:
+    half = torch.cat((x[..., :2].sin(), x[..., 2:].cos()), -1)
+    return torch.cat((half, 2 * half, half), -1)
+
+
+def put_together_of_three(x: Tensor) -> Tensor:
+    first, second = x.sin().chunk(2, -1)
+    return torch.cat((torch.cat((first, second), -1), first, first), -1)
+
+
+@pytest.mark.parametrize("function", [put_together, put_together_of_three])
+def test_what_is_put_together_of_what_is_used_again(function: Function) -> None:
+    plan = PLANS[0]
+    module, report = grouped(plan, lambda x: plan.scatter(function(x)), (1, ROWS, HEADS, DIM))
+    assert len(report.groups[0].own_last) == 1
+    run, x = Run(module), torch.randn(1, ROWS, HEADS, DIM)
+    run.run(x)
+    torch.testing.assert_close(run.sent["scatter_heads"][:, :, plan.theirs], function(x)[:, :, plan.theirs])
+    torch.testing.assert_close(run.targets["scatter_heads"][:, plan.rows], function(x)[:, :, plan.own])
 
 
 def test_small_products_and_their_columns_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import ranks
 import torch
 
+from ulysses_op import Communicator
 from ulysses_op.layout import scatter_exchange
 from ulysses_op.loans import Lent
 from ulysses_op.steps import LENT, OWNED, Step, Steps, key_of
@@ -115,3 +118,44 @@ def test_whoever_holds_what_was_lent_is_seen(holder: str) -> None:
         assert not lent.unused()
         del held
     assert lent.unused()
+
+
+class Lengths:
+    """Equal to itself whatever it holds."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Any:
+        return iter(self.lengths)
+
+
+def run_plans_that_change(rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank gets where a plan is written between two groups, and what it is told of plans that are refused."""
+    with Communicator(backend="shm", timeout_s=20) as comm:
+
+        def gathered(lengths: Any, **others: Any) -> Any:
+            with comm.group("o") as group:
+                group.submit(torch.ones(1, 10, 1, 2), direction="gather_heads", seq_lens=lengths, **others)
+                return group.wait()[0].shape[1]
+
+        tensor, many, own = torch.tensor([4, 6]), [4, 6], Lengths(4, 6)
+        found = {"first": [gathered(each) for each in (tensor, many, own, (4, 6))]}
+        tensor.copy_(torch.tensor([3, 7]))
+        many[:], own.lengths = (3, 7), (3, 7)
+        found["second"] = [gathered(each) for each in (tensor, many, own, (3, 7), (np.int64(3), np.int64(7)))]
+        found["refused"] = []
+        for lengths in ((4.0, 6.0), (np.float64(4), np.float64(6)), (4 + 0j, 6), torch.tensor([4.0, 6.0])):
+            with pytest.raises(TypeError, match="a sequence of whole numbers is needed"):
+                gathered(lengths)
+            found["refused"].append(True)
+        found["final"] = gathered((4, 6), final=[])
+    return found
+
+
+def test_plans_are_looked_up_by_what_they_say_now() -> None:
+    for rank, found in enumerate(ranks.pool(2).run(run_plans_that_change)):
+        assert found["first"] == [(4, 6)[rank]] * 4
+        assert found["second"] == [(3, 7)[rank]] * 5
+        assert len(found["refused"]) == 4
+        assert found["final"] == (4, 6)[rank]

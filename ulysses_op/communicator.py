@@ -25,7 +25,7 @@ from .layout import Exchange
 from .memory_pools import outside_memory_pools
 from .process_groups import GroupLike, resolve_group
 from .registry import register
-from .steps import OWNED, Step, Steps, Terms, key_of
+from .steps import OWNED, Step, Steps, Terms, is_plain, key_of
 from .torch_compat import group_device_types, stops_recomputation
 
 TIMEOUT_VARIABLE = "ULYSSES_OP_TIMEOUT_S"
@@ -292,12 +292,9 @@ class Communicator:
                 f"the tensor is on {x.device}, but this communicator exchanges tensors on "
                 f"{self._device}: use one communicator a device"
             )
-        key = key_of(x, tag, asked, final, terms)
-        try:
-            step = group.following.get(key)
-        except TypeError:  # lists, which others may write
-            key = key_of(x, tag, exchange, final, terms)
-            step = group.following.get(key)
+        plain = isinstance(asked, Exchange) or (is_plain(asked[1]) and is_plain(asked[2]))
+        key = key_of(x, tag, asked if plain else exchange, final, terms)
+        step = group.following.get(key)
         if step is None:
             step = Step(group.tags, group.path, named, exchange, x, final, terms)
             self._steps.add(group.following, key, step)

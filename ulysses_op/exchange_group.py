@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .arguments import Asked, whole_numbers
 from .layout import Direction, Exchange, HeadPlan
-from .steps import LENT, Step, Terms, check_tags, describe, key_of, text_of
+from .steps import LENT, Step, Terms, check_tags, describe, is_plain, key_of, text_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -148,12 +148,17 @@ class ExchangeGroup:
             return
         if type(x) is AsyncCollectiveTensor:
             x = x.wait()
-        self.submit_as(x, tag, (direction, heads, seq_lens, False), final)
+        asked: Asked = (direction, heads, seq_lens, False)
+        if is_plain(heads) and is_plain(seq_lens):
+            self.submit_as(x, tag, asked, bool(final))
+        else:
+            step = self._communicator._next_step(self, x, tag, asked, bool(final), LENT)
+            self._communicator._submit(self, x, step)
 
     def submit_as(
         self, x: torch.Tensor, tag: str | None, asked: Asked | Exchange, final: bool = False, terms: Terms = LENT
     ) -> Submission:
-        """:meth:`submit` for those who ask in other words."""
+        """:meth:`submit` for those who ask in other words; ``asked`` is plain, see :func:`steps.is_plain`."""
         step: Step | None
         try:
             step = self.following[key_of(x, tag, asked, final, terms)]

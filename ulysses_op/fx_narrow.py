@@ -184,10 +184,15 @@ def _unsqueeze(node: Node, span: Span) -> _Step | None:
 
 
 def _squeeze(node: Node, span: Span) -> _Step:
+    """Of dimensions of size 1 only: a part of another may have that size, and stays."""
     shape, dims = value(_source(node)).shape, node.args[1]
-    gone = {dim % len(shape) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}  # type: ignore[operator]
-    kept = [dim for dim, size in enumerate(shape) if dim not in gone or size != 1]
-    return _Step({_source(node): span._replace(dim=kept[span.dim])}, node.args)
+    named = {dim % len(shape) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}  # type: ignore[operator]
+    kept = [dim for dim, size in enumerate(shape) if dim not in named or size != 1]
+    gone = [dim for dim in sorted(named) if dim not in kept]
+    part = {_source(node): span._replace(dim=kept[span.dim])}
+    if not gone:
+        return _Step(part, None)
+    return _Step(part, (_source(node), gone if isinstance(dims, (list, tuple)) else gone[0]))
 
 
 def _expand(node: Node, span: Span) -> _Step | None:

@@ -209,15 +209,19 @@ def _compute_in_two(graph: Graph, flight: Flight, submit: Node, parts: _Parts) -
 
 def _write(graph: Graph, out: Node, computed: Node) -> None:
     """What is put together is written piece by piece, not put together elsewhere first."""
-    if computed.target is not torch.ops.aten.cat.default:
+    pieces: Any = computed.args[0]
+    if computed.target is not torch.ops.aten.cat.default or computed.users:  # others use the whole
         call(graph, _COPY, out, computed)
         return
-    pieces: Any = computed.args[0]
     dim, start = (*computed.args[1:], 0)[0], 0
     graph.erase_node(computed)
     for piece in pieces:
         stop = start + value(piece).shape[dim]
-        _write(graph, call(graph, _SLICE, out, dim, start, stop), piece)
+        part = call(graph, _SLICE, out, dim, start, stop)
+        if pieces.count(piece) > 1:
+            call(graph, _COPY, part, piece)
+        else:
+            _write(graph, part, piece)
         start = stop
 
 

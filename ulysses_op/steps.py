@@ -178,6 +178,13 @@ def key_of(x: torch.Tensor, tag: str | None, asked: Asked | Exchange, final: boo
     return tag, asked, final, terms, x.shape, x.stride(), dtype, x.device, type(x), lazy, needs_gradient
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is None, or tuples of integers: what is equal to such a value, and plain too, says the same for good.
+    Others may be written after they were looked up, or be equal to what is accepted and refused themselves.
+    """
+    return value is None or type(value) is int or (type(value) is tuple and all(map(is_plain, value)))
+
+
 def describe(tags: Sequence[str]) -> str:
     return ", ".join(map(repr, tags)) or "no tag yet"
 
