@@ -436,7 +436,8 @@ def check(case: Case) -> None:
         survivor = told[rank]
         assert survivor is not None, f"rank {rank} ended without an answer, with status {codes[rank]}"
         assert survivor.error in ("PeerTimeoutError", "PeerAbortError"), survivor
-        assert re.search(rf"rank(\(s\))? \[?{victim}\b", survivor.text), survivor
+        # A rank that a loaded machine held up for as long is named beside it.
+        assert re.search(rf"rank(\(s\))? \[?(\d+, )*{victim}\b", survivor.text), survivor
         assert survivor.took_s <= timeout_s + SLACK_S, survivor
         assert survivor.closed_s <= SLACK_S, survivor
         assert survivor.right, survivor
